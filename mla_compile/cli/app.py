@@ -1,4 +1,4 @@
-"""The commands, and what becomes of a user's mistake: one line on stderr and exit code 2, never a traceback."""
+"""The commands. A user's mistake gives one line on stderr and exit code 2, without a traceback."""
 
 import re
 import shlex
@@ -17,18 +17,18 @@ from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve
 from mla_compile.errors import MLAError
 from mla_compile.suggest import did_you_mean
 
-# typer's base class of mistakes in flags, which it exports under no name of its own.
+# typer's base class of usage errors, which typer does not export by name.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 _OUT_OF_MEMORY = (
-    "out of memory: take fewer or shorter prompts, fewer --max-new-tokens or --dtype bfloat16 "
-    "(inspect: fewer --rows or --prefill-tokens)"
+    "out of memory: use fewer or shorter prompts, a smaller --max-new-tokens or --dtype bfloat16 "
+    "(inspect: smaller --rows or --prefill-tokens)"
 )
 
 
 class OneLineErrors(TyperGroup):
-    """Commands whose errors are one line long."""
+    """A group of commands that reports each error in one line."""
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **settings: Any
@@ -42,9 +42,9 @@ class OneLineErrors(TyperGroup):
         except MLAError as error:
             _fail(str(error))
         except OSError:
-            # Not of a pipe whose reader has gone: typer ends that quietly, with exit code 1.
+            # typer handles a closed pipe: it exits quietly with code 1.
             if why_not := streams.cannot_write():
-                _fail(f"standard output cannot be written: {why_not}")
+                _fail(f"cannot write to standard output: {why_not}")
             raise
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
@@ -61,7 +61,7 @@ class OneLineErrors(TyperGroup):
             unknown = getattr(error, "option_name", "")
             having = [name for name, command in self.commands.items() if unknown in _names(command, ctx)]
             if having:
-                error.message = f"{unknown} goes behind a command ({', '.join(having)})"
+                error.message = f"{unknown} must follow a command ({', '.join(having)})"
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -74,7 +74,7 @@ class OneLineErrors(TyperGroup):
 
 
 class InFlags(TyperCommand):
-    """A command whose mistakes are named by its flags, where the library names its own arguments."""
+    """A command whose errors name its flags in place of the library's arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words, names = [*args], _names(self, ctx)
@@ -108,23 +108,23 @@ def _names(command: Any, ctx: Any) -> list[str]:
 
 
 def _add_suggestion(error: Any, words: list[str], names: list[str]) -> None:
-    """Name the unknown flag as one of the `words` gave it, with those of the command's `names` that may be meant."""
-    if not hasattr(error, "possibilities"):  # which typer's error of an unknown flag alone has
+    """Name the unknown flag as typed (in `words`), and suggest similar ones of the command's `names`."""
+    if not hasattr(error, "possibilities"):  # only the error of an unknown flag has it
         return
     given = next((word for word in words if word.startswith(error.option_name)), error.option_name)
     name = given.partition("=")[0]
     error.message = f"No such option: {name}{did_you_mean(name, names)}"
-    error.possibilities = None  # typer's own
+    error.possibilities = None  # typer's own suggestions
 
 
 def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:
-    """The error as it is if what it names is not all flags, a line of a file say."""
+    """The error with flags in place of arguments; unchanged if it names anything else, such as a line of a file."""
     names = error.name.split(", ")
     if not flags.keys() >= set(names):
         return error
 
     def in_flags(text: str) -> str:
-        """`max_rows`, `max_rows=8` and `batch_invariant=True` as one would give them."""
+        """Write `max_rows`, `max_rows=8` and `batch_invariant=True` as flags."""
 
         def flag(match: re.Match[str]) -> str:
             return flags[match[1]] + " " * (match[2] == "=") if match[1] in flags else match[0]
@@ -137,8 +137,8 @@ def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # `torch.OutOfMemoryError` is named, as torch may not be there. On a CPU torch raises a bare RuntimeError, of the
-    # allocator or of mapping a file.
+    # Compares the name of `torch.OutOfMemoryError`, as torch may not be imported. On a CPU, torch raises a plain
+    # RuntimeError if it cannot allocate memory or map a file.
     return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "allocate memory" in str(error)
 
 
@@ -156,7 +156,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     suggest_commands=False,  # `resolve_command` does
-    pretty_exceptions_enable=False,  # a traceback is a bug of ours: the plain one is what a report needs
+    pretty_exceptions_enable=False,  # a traceback is a bug of the package; a bug report needs the plain one
 )
 
 
@@ -173,7 +173,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What comes before a command's name."""
+    """Options that precede a command's name."""
 
 
 for command in (generate, serve, plan, inspect, env, demo):
@@ -181,6 +181,6 @@ for command in (generate, serve, plan, inspect, env, demo):
 
 
 def run() -> None:
-    """The command in a process of its own."""
+    """Run the command as its own process."""
     streams.prepare()
     app()

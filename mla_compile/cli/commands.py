@@ -1,4 +1,4 @@
-"""The commands' signatures and help, and the mistakes that show before a model is loaded; nothing imports torch."""
+"""The commands' signatures and help, and the checks that need no model; importing this does not import torch."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,24 +31,24 @@ def generate(
         Option(
             "--input",
             metavar="FILE",
-            help='Prompts, one a line: {"prompt": TEXT} or {"prompt_token_ids": [ID, ...]}, with settings of its own '
-            'or without: {"prompt": TEXT, "max_tokens": 3, "temperature": 0.7}. Blank lines are skipped. '
+            help='Prompts, one per line: {"prompt": TEXT} or {"prompt_token_ids": [ID, ...]}. A line may have its own '
+            'settings: {"prompt": TEXT, "max_tokens": 3, "temperature": 0.7}. Blank lines are skipped. '
             '"-" reads stdin.',
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
-        Option("--output", metavar="FILE", help="Where the JSON lines go.", show_default="stdout"),
+        Option("--output", metavar="FILE", help="Write the JSON lines to this file.", show_default="stdout"),
     ] = None,
     max_new_tokens: Annotated[
         int, Option(metavar="N", min=1, help="Tokens per completion at most.")
     ] = DEFAULT_MAX_TOKENS,
     json_schema: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Completions are JSON that this schema allows; needs llguidance."),
+        Option(metavar="FILE", help="Completions are JSON that matches this schema; needs llguidance."),
     ] = None,
     regex: Annotated[
-        str | None, Option(metavar="R", help="Completions match this; needs llguidance.")
+        str | None, Option(metavar="R", help="Completions match this regular expression; needs llguidance.")
     ] = None,
     grammar: Annotated[
         Path | None,
@@ -58,25 +58,25 @@ def generate(
 ) -> None:
     """Complete prompts with a checkpoint.
 
-    The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
+    The completion of --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
     line each, in order: line (the prompt's, from 1), token_ids, text, finish_reason ("stop" or "length"),
-    acceptance_length and, with --logprobs, logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. A line
-    of --n 2 or more is {"line": ..., "completions": [...]}, with the other keys in each. Where a grammar comes to a
-    dead end, or the model's logits are NaN or infinite, finish_reason is "error", and error says why. A line that is no
-    prompt is named before anything runs.
+    acceptance_length and, with --logprobs, logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. With
+    --n 2 or more, a line is {"line": ..., "completions": [...]}, and each completion has the other keys. If a grammar
+    reaches a dead end, or the model's logits are NaN or infinite, finish_reason is "error", and error has the reason. A
+    malformed line is reported before anything runs.
 
-    A line of --input may have settings of its own, by the names of SamplingParams, which override the flags:
+    A line of --input may have its own settings, named as in SamplingParams, which override the flags:
     max_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
     logprobs, n, stop, stop_token_ids, ignore_eos.
     """
     sampling = SamplingParams(**taken(settings, SamplingParams))
     if settings["batch_invariant"] and not settings["compile"]:
-        raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "leave one of the two out")
+        raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "use only one of the two")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)
     prompts = read_prompts(prompt, input_file, sampling)
     if prompt is not None and sampling.logprobs is not None and output_file is None:
-        expected = "a file that JSON lines go to"
+        expected = "an output file for JSON lines"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
     write = result_writer(output_file, input_file, streamed=prompt is not None)
     from mla_compile.cli.generate import complete
@@ -97,25 +97,25 @@ def inspect(
     *,
     model: Model = SHIPPED_MODEL,
     num_speculative_tokens: Annotated[
-        int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts: a decode row has K + 1 tokens.")
+        int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts; a decode row has K + 1 tokens.")
     ] = DEFAULT_DRAFTS,
     rows: Annotated[int, Option(metavar="R", min=0, max=4096, help="Decode rows.")] = 4,
     prefill_tokens: Annotated[
         int | None,
         Option(
-            metavar="N", min=0, max=65536, help="Tokens of a prompt chunk.", show_default="48; 0 in a step"
+            metavar="N", min=0, max=65536, help="Tokens of a prompt chunk.", show_default="48; 0 with --step"
         ),
     ] = None,
     step: Annotated[
-        bool, Option("--step", help="The whole decode step, drafts included, not a forward of a mixed batch.")
+        bool, Option("--step", help="Show the whole decode step, drafts included, not a mixed batch.")
     ] = False,
     output: Annotated[
-        Path | None, Option(metavar="FILE.svg", help="Save a picture too.", show_default=False)
+        Path | None, Option(metavar="FILE.svg", help="Also save a picture.", show_default=False)
     ] = None,
 ) -> None:
-    """Show the graph before and after the passes; nothing runs.
+    """Show the graph before and after the passes, without running it.
 
-    Attention is shown segment by segment: what decode rows do, what prompts do.
+    Attention is shown by segment: decode rows, then prompts.
     """
     if step and prefill_tokens:
         raise MLAError("--prefill-tokens", "0 with --step, which only decodes", prefill_tokens)
@@ -128,7 +128,7 @@ def inspect(
     from mla_compile.models import load_model
     from mla_compile.models.checkpoint import open_checkpoint
 
-    if step:  # which computes rotary frequencies, and takes no tensors without values
+    if step:  # computes rotary frequencies, so meta tensors are not enough
         explanation = inspect_step(
             load_model(model), num_speculative_tokens=num_speculative_tokens, rows=rows
         )
@@ -152,12 +152,14 @@ def env(
     *,
     verbose: Annotated[
         bool,
-        Option("--verbose", help="Every implementation of every op, what it takes and why it does not work."),
+        Option(
+            "--verbose", help="List all implementations of each op, their limits, and why they do not work."
+        ),
     ] = False,
 ) -> None:
-    """Print versions, devices, and what serves each op here.
+    """Print versions, devices, and the implementations of each op that work here.
 
-    It is what a bug report needs.
+    Include it in bug reports.
     """
     from mla_compile.cli.environment import print_environment
 
@@ -172,7 +174,7 @@ def demo(
 ) -> None:
     """Complete two prompts in three ways, and compare the tokens.
 
-    The ways are uncompiled, compiled, and compiled with speculation: on the CPU, greedily, in float32.
+    Runs uncompiled, compiled, and compiled with speculation: on the CPU, greedily, in float32.
 
     Exit code 1 if the tokens differ.
     """
@@ -187,17 +189,17 @@ def serve(
     *,
     model: Model = SHIPPED_MODEL,
     host: Annotated[
-        str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")
+        str, Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all interfaces.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, Option(metavar="NUMBER", min=0, max=65535, help="Where to listen; 0: any that is free.")
+        int, Option(metavar="NUMBER", min=0, max=65535, help="Port to listen on; 0: any free one.")
     ] = 8000,
     api_key_file: Annotated[
         Path | None,
         Option(
             metavar="FILE",
-            help="Keys, one a line, any of which clients must send; or one in MLA_COMPILE_API_KEY.",
-            show_default="everybody may ask",
+            help="API keys, one per line; clients must send one. MLA_COMPILE_API_KEY may hold another.",
+            show_default="no key is needed",
         ),
     ] = None,
     replicas: Annotated[
@@ -205,13 +207,13 @@ def serve(
         Option(
             metavar="N",
             min=1,
-            help="Engines on Ray Serve, one a GPU or on the CPU; needs the extra ray.",
+            help="Engines on Ray Serve, one per GPU or on the CPU; needs the extra ray.",
             show_default="one, without Ray",
         ),
     ] = None,
     **settings: Any,
 ) -> None:
-    """Serve a checkpoint as OpenAI's API does.
+    """Serve a checkpoint over an OpenAI-compatible API.
 
     A page at / shows speculation live.
 
@@ -240,21 +242,21 @@ def plan(
         Path, Argument(metavar="MODEL_DIR", help="A directory with the config.json of a checkpoint.")
     ],
     *,
-    gpus: Annotated[int, Option(metavar="N", min=1, help="GPUs that one model is divided among.")] = 1,
+    gpus: Annotated[int, Option(metavar="N", min=1, help="GPUs that share one model.")] = 1,
     gpu_memory: Annotated[
         str | None,
         Option(
             metavar="SIZE",
-            help="What each GPU has: 141GB, 80GiB, ....",
+            help="Memory of each GPU: 141GB, 80GiB, ....",
             show_default="that of the first GPU here, else 141GB",
         ),
     ] = None,
     **settings: Any,
 ) -> None:
-    """Say what a model takes of each GPU, and what fits.
+    """Print the memory that a model needs on each GPU, and whether it fits.
 
-    Only config.json is read: bytes of weights, cache, steps and graphs, the requests that have room, and what would fit
-    if this does not. The flags are those of serve.
+    Reads only config.json. Prints the bytes of weights, cache, steps and graphs, the requests that fit, and, if it does
+    not fit, changes that would. The flags are those of serve.
 
     Exit code 1 if it does not fit.
     """

@@ -1,4 +1,4 @@
-"""`mla-compile demo`: the same text with and without compiling and speculation, side by side."""
+"""`mla-compile demo`: compare the same text with and without compilation and speculation."""
 
 import time
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ PROMPTS = ("Psalms 23\n\n", "def join(path, *paths):\n")
 
 
 def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
-    """Complete two prompts uncompiled, compiled, and with speculation; print the text and what it took.
+    """Complete two prompts uncompiled, compiled, and with speculation; print the text and the speed.
 
     Raises:
-        typer.Exit: with exit code 1, the tokens differ.
+        typer.Exit: the tokens differ; exit code 1.
     """
     # Measured on 2 cores, the shipped model decodes as fast on one thread (11.2 against 11.7 ms a step without drafts,
     # 20.6 against 19.6 ms with 3), and an OpenMP thread that waits for a core that something else uses slows every
@@ -32,7 +32,7 @@ def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
     layers = f"{checkpoint.model.arch.num_layers} layers and an MTP layer"
     typer.echo(f"{model.resolve().name}: {layers}, {size:.1f} M parameters, float32, CPU, greedy")
     prompts = [checkpoint.encode(prompt) for prompt in PROMPTS]
-    # A cold compile takes most of a minute; the uncompiled run shows text meanwhile, and what compiling brings.
+    # A cold compile takes most of a minute; the uncompiled run before it shows text at once, and the speedup.
     kinds = (
         [(0, False), (0, True), (DEFAULT_DRAFTS, True)] if compile else [(0, False), (DEFAULT_DRAFTS, False)]
     )
@@ -45,7 +45,7 @@ def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
         )
         if compiled:
             start = time.perf_counter()
-            engine.warm_up(stop_ids=checkpoint.stop_ids, prompts=False)  # which come one after another
+            engine.warm_up(stop_ids=checkpoint.stop_ids, prompts=False)  # they run one at a time
             typer.echo(f"time to compile: {time.perf_counter() - start:.1f} s")
         runs.append(_run(engine, checkpoint, prompts, max_new_tokens))
     same = all(run == runs[0] for run in runs)
@@ -57,7 +57,7 @@ def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
 def _run(
     engine: Engine, checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[list[int]]:
-    """Complete the prompts one after another, the text shown as it comes, and then what it took."""
+    """Complete the prompts one after another; print the text as it grows, then the speed."""
     assert checkpoint.tokenizer is not None  # `encode` made ids of the prompts
     seconds, num_steps, token_ids = 0.0, 0, []
     for text, prompt in zip(PROMPTS, prompts):
@@ -66,7 +66,7 @@ def _run(
         for (completion,) in engine.stream(
             [prompt], max_new_tokens=max_new_tokens, stop_ids=checkpoint.stop_ids
         ):
-            start = start or time.perf_counter()  # of the first token, which prefill gives
+            start = start or time.perf_counter()  # when prefill gives the first token
             typer.echo(stream.feed(completion), nl=False)
         seconds += time.perf_counter() - start
         num_steps += completion.num_steps

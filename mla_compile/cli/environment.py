@@ -1,4 +1,4 @@
-"""`mla-compile env`: what is installed here, and what of it works."""
+"""`mla-compile env`: the versions installed here and the implementations that work."""
 
 import os
 import platform
@@ -20,8 +20,8 @@ _WIDTH = 80
 
 
 def print_environment(*, verbose: bool) -> None:
-    """Print versions, devices and what serves each op here; `verbose`: every implementation and its limits."""
-    rows = {
+    """Print versions, devices and the working implementations of each op; `verbose`: all, with their limits."""
+    facts = {
         "mla-compile": mla_compile.__version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "torch": torch.__version__,
@@ -31,9 +31,9 @@ def print_environment(*, verbose: bool) -> None:
         "C++ compiler": _compiler(),
         "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
     }
-    for name, value in rows.items():
+    for name, value in facts.items():
         _print_wrapped(f"{name:<15}", value)
-    # The first GPU decides where there is one.
+    # Shows what works on the first GPU, if there is one.
     here = Call(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
     ops = {op: table for op, table in tables.items() if table}
     what = "all implementations" if verbose else "the implementations that work"
@@ -43,27 +43,29 @@ def print_environment(*, verbose: bool) -> None:
     for op, table in ops.items():
         if verbose:
             typer.echo(op)
-            for row in table:
-                _print_wrapped(f"  {row.name:<22}", _describe(op, row, here))
+            for candidate in table:
+                _print_wrapped(f"  {candidate.name:<22}", _describe(op, candidate, here))
         else:
-            _print_wrapped(f"  {op:<25}", ", ".join(row.name for row in table if row.why_not(here) is None))
+            works = [candidate.name for candidate in table if candidate.why_not(here) is None]
+            _print_wrapped(f"  {op:<25}", ", ".join(works))
 
 
-def _describe(op: str, row: Candidate, here: Call) -> str:
-    """Whether a row of an op's table works, and what it takes."""
-    why_not = row.why_not(here)
+def _describe(op: str, candidate: Candidate, here: Call) -> str:
+    """Whether a candidate of an op works here, and its limits."""
+    why_not = candidate.why_not(here)
     facts = []
-    if op in flagged and row.batch_invariant:
+    if op in flagged and candidate.batch_invariant:
         facts.append("batch-invariant")
-    if not row.capturable:
+    if not candidate.capturable:
         facts.append("not captured")
-    if isinstance(row, DecodeBackend) and row.query_len_support is not QueryLenSupport.VARLEN:
-        facts.append(f"query tokens: {row.query_len_support.value}")
+    lens = candidate.query_len_support if isinstance(candidate, DecodeBackend) else QueryLenSupport.VARLEN
+    if lens is not QueryLenSupport.VARLEN:
+        facts.append(f"query tokens: {lens.value}")
     facts.append("works" if why_not is None else f"does not work: {why_not}")
     limits = "; ".join(
-        f"{fact}: {in_words(taken)}" for fact, taken in row.constraints.items() if taken != SOME
+        f"{fact}: {in_words(taken)}" for fact, taken in candidate.constraints.items() if taken != SOME
     )
-    return "; ".join(facts) + (limits and f". Takes {limits}")
+    return "; ".join(facts) + (limits and f". Requires {limits}")
 
 
 def _print_wrapped(head: str, text: str) -> None:

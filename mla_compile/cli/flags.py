@@ -1,4 +1,4 @@
-"""The flags of settings, made of the fields that declare them."""
+"""Flags made from the dataclass fields that declare settings."""
 
 import inspect
 from collections.abc import Callable
@@ -11,9 +11,9 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def flags_of(*kinds: type, **defaults: Any) -> Callable[[C], C]:
-    """A command's `**settings` become flags: the fields of these dataclasses that name the command.
+    """Replace a command's `**settings` by flags: one for each field of these dataclasses that names the command.
 
-    defaults: of flags that are not the setting's.
+    defaults: replace the fields' defaults.
     """
 
     def with_flags(command: C) -> C:
@@ -39,14 +39,14 @@ def taken(settings: dict[str, Any], kind: type) -> Any:
 
 
 def _flag(setting: "Field[Any]", default: Any) -> inspect.Parameter:
-    """One keyword of the command. Without a default it shows what stands for it."""
+    """One keyword of the command. Its help shows `show_default` where the flag has no default."""
     metadata = setting.metadata
     flag = dict(metadata["flag"])
     if metadata["least"] is not None:
         flag |= {"min": metadata["least"], "max": metadata["most"] if metadata["most"] < 2**31 - 1 else None}
     if default not in (None, (), ""):
         flag.pop("show_default", None)
-    # typer's own would be --compile/--no-compile, and -n.
+    # typer would name these --NAME/--no-NAME, and -n.
     names = [f"--{setting.name.replace('_', '-')}"] if default is False or len(setting.name) == 1 else []
     names = flag.pop("names", names)
     option = Option(*names, help=metadata["help"], **flag)

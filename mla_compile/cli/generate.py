@@ -36,9 +36,9 @@ def complete(
     grammar: tuple[str, str] | None,
     **settings: Unpack[EngineSettings],
 ) -> None:
-    """Complete the prompts, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
+    """Complete the prompts, and `write` a line for each. `streamed`: print the only prompt's text as it grows.
 
-    grammar: the flag that asked for it, and its text. settings: of the engine. The others: see the command.
+    grammar: its flag and its text. settings: of the engine. The others: see the command.
     """
     place = pick_device(checkpoint_settings.device)
     compile = settings["compile"] and _can_compile(place, must=settings["batch_invariant"])
@@ -57,9 +57,9 @@ def complete(
     sampling = [each.sampling for each in given]
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
-    # Other kinds of sampling, and with grammars the halves of steps, are compiled when they are first met.
+    # Other kinds of sampling, and the two halves of a step with grammars, are compiled on first use.
     if compile and grammar is None:
-        waits = len(prompts) > engine.config.max_rows  # else all prompts come at once
+        waits = len(prompts) > engine.config.max_rows  # else all prompts start together
         engine.warm_up(sampling=sampling[0], stop_ids=checkpoint.stop_ids, prompts=waits)
     updates = engine.stream(
         prompts,
@@ -71,7 +71,7 @@ def complete(
     if streamed:
         completions = _show(given[0], updates, checkpoint)
     else:
-        with announce_if_slow(f"completing prompts, {len(prompts)} in all"):
+        with announce_if_slow(f"completing {len(prompts)} prompts"):
             *_, completions = updates
     by_prompt: defaultdict[int, list[Completion]] = defaultdict(list)
     for completion in completions:
@@ -97,11 +97,11 @@ def _can_compile(device: torch.device, *, must: bool) -> bool:
 def _show(
     given: GivenPrompt, updates: Iterable[list[Completion]], checkpoint: Checkpoint
 ) -> list[Completion]:
-    """Print a prompt's completions one after another, the first that has not ended while it grows.
+    """Print a prompt's completions one after another; the first that has not ended is printed as it grows.
 
-    A terminal shows the prompt before each.
+    On a terminal, the prompt precedes each.
     """
-    assert checkpoint.tokenizer is not None  # or the prompt could not have been encoded
+    assert checkpoint.tokenizer is not None  # encoding the prompt needed it
     completions: list[Completion] = []
     stream, shown = None, 0
     for completions in updates:

@@ -1,4 +1,4 @@
-"""What this machine can run on and compile for."""
+"""The device to run on, and whether this machine can compile for the CPU."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def pick_device(name: str | None) -> "torch.device":
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         here = f"{num_gpus} CUDA devices" if num_gpus else "no CUDA device"
         raise MLAError(
-            "--device", "a device of this machine", name, f"it has {here}; --device cpu works everywhere"
+            "--device", "a device of this machine", name, f"it has {here}; --device cpu always works"
         )
     if device.type not in ("cpu", "cuda"):
         raise MLAError("--device", "cpu, cuda or cuda:N", name)
@@ -39,9 +39,9 @@ def pick_device(name: str | None) -> "torch.device":
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor will call, by its default settings; None where it will find none.
+    """The C++ compiler that Inductor calls by default; None if it is missing.
 
-    Asked without importing Inductor, which takes seconds.
+    Does not import Inductor, which takes seconds.
     """
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     try:
@@ -52,7 +52,7 @@ def cpp_compiler() -> str | None:
 
 
 def cannot_compile() -> str | None:
-    """Why graphs cannot be compiled for the CPU here and how to fix it; None where they can."""
+    """Why graphs cannot be compiled for the CPU here and how to fix it; None if they can."""
     if cpp_compiler() is None:
         return (
             "no C++ compiler found: install one (apt install g++; xcode-select --install) or name it in CXX"

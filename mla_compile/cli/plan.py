@@ -1,4 +1,4 @@
-"""`mla-compile plan`: what a model takes of each GPU, by its config alone, what fits beside it, and what would."""
+"""`mla-compile plan`: the memory that a model needs on each GPU, from its config, and settings that fit."""
 
 import re
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ _meta_model = cache(meta_model)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(CheckpointSettings):
-    """What is to run where. settings: of the engine, as flags give them."""
+    """The model, settings and GPUs to plan for. settings: of the engine, from flags."""
 
     model: Path
     gpus: int
     settings: EngineSettings
 
     def config(self) -> EngineConfig:
-        """What the engine is set to, with a number of drafts and the tokens of a request at most."""
+        """The engine's settings, with the number of drafts and the maximum tokens of a request filled in."""
         config, _ = read_config(self.model)
         settings = with_drafts(self.settings, has_mtp=names_mtp(config))
         longest = max_model_len_of(settings["max_model_len"], config.max_position_embeddings)
@@ -42,7 +42,7 @@ class PlanRequest(CheckpointSettings):
 
     @property
     def longest(self) -> int:
-        """Tokens of a request at most."""
+        """Maximum tokens of a request."""
         longest = self.config().max_model_len
         assert longest is not None
         return longest
@@ -64,16 +64,16 @@ class PlanRequest(CheckpointSettings):
 
 
 def print_plan(request: PlanRequest, gpu_memory: str | None) -> bool:
-    """Print what a request takes, and whether it fits, which is returned.
+    """Print the memory that a request needs; return whether it fits.
 
-    gpu_memory: of each GPU, "141GB" say; None: what the first GPU here has, else an H200's.
+    gpu_memory: of each GPU, such as "141GB"; None: that of the first GPU here, else an H200's.
 
     Raises:
-        MLAError: a mistake, named.
+        MLAError: a bad setting.
     """
     memory = _memory(gpu_memory)
     if request.expert_parallel and request.gpus == 1:
-        raise MLAError("--expert-parallel", "more than one GPU", "--gpus 1", "give --gpus 2, say, with it")
+        raise MLAError("--expert-parallel", "more than one GPU", "--gpus 1", "add --gpus 2 or more")
     plan = request.plan()
     for line in (*_head(request), *_table(request, plan, memory)):
         typer.echo(line)
@@ -89,17 +89,17 @@ def print_plan(request: PlanRequest, gpu_memory: str | None) -> bool:
 
 
 def _memory(text: str | None) -> int:
-    """Bytes, of "141GB" say.
+    """Bytes of a size such as "141GB".
 
     Raises:
-        MLAError: anything else.
+        MLAError: another form.
     """
     if text is None:
         return torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else _H200
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([A-Za-z]{0,3})", text)
     units = {name.lower(): size for name, size in _UNITS.items()}
     if match is None or match[2].lower() not in units or float(match[1]) == 0:
-        expected = f"a number above 0 and one of {', '.join(_UNITS)}, as 141GB"
+        expected = f"a number > 0 and a unit of {', '.join(_UNITS)}, such as 141GB"
         raise MLAError("--gpu-memory", expected, text)
     return int(float(match[1]) * units[match[2].lower()])
 
@@ -116,7 +116,7 @@ def _head(request: PlanRequest) -> Iterator[str]:
         return sum(p.numel() for name, p in named if not name.endswith(SCALE_SUFFIX))
 
     word, unit = ("billion", 10**9) if count(model) >= 10**8 else ("million", 10**6)
-    mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them the MTP layer's"
+    mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them in the MTP layer"
     yield f"{request.model.resolve().name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
     parallel = "whole experts" if request.expert_parallel else "each expert"
     among = f", divided by heads, {parallel} and vocabulary" if request.gpus > 1 else ""
@@ -124,20 +124,20 @@ def _head(request: PlanRequest) -> Iterator[str]:
 
 
 def _table(request: PlanRequest, plan: MemoryPlan, memory: int) -> Iterator[str]:
-    alike = f"{_gb(plan.alike)} of them on every GPU alike" if plan.num_gpus > 1 else ""
+    alike = f"{_gb(plan.alike)} of it replicated on every GPU" if plan.num_gpus > 1 else ""
     pages = f"{plan.num_pages:,} pages of {plan.page_size}"
     rows = (
         pages
         if request.settings["num_pages"]
         else f"{request.settings['max_rows']:,} rows x {request.longest:,} tokens: {pages}"
     )
-    bound = f"a bound, with serve --capture-budget {plan.graphs}"
+    bound = f"a limit, with serve --capture-budget {plan.graphs}"
     lines = {
         "weights": (plan.weights, alike),
-        "cache": (plan.cache, rows + (", on every GPU alike" if plan.num_gpus > 1 else "")),
-        "steps": (plan.steps, "an estimate of what one step computes with"),
+        "cache": (plan.cache, rows + (", replicated on every GPU" if plan.num_gpus > 1 else "")),
+        "steps": (plan.steps, "an estimate of the working memory of one step"),
         "graphs": (plan.graphs, bound),
-        "reserved": (memory - available(memory), f"{RESERVED:.0%}, for CUDA, kernels' code and gaps"),
+        "reserved": (memory - available(memory), f"{RESERVED:.0%}, for CUDA, kernel code and fragmentation"),
         "total": (plan.total + memory - available(memory), f"of {_gb(memory)}"),
     }
     for name, (num_bytes, note) in lines.items():
@@ -146,7 +146,7 @@ def _table(request: PlanRequest, plan: MemoryPlan, memory: int) -> Iterator[str]
 
 def _room(request: PlanRequest, plan: MemoryPlan, memory: int) -> Iterator[str]:
     pages = plan.most_pages(memory)
-    yield f"It fits. The cache may have {pages:,} pages (--num-pages), room at once for"
+    yield f"It fits. The cache may have {pages:,} pages (--num-pages), enough at once for"
     positions = request.meta_model().config.max_position_embeddings
     contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), request.longest, positions])
     for tokens in sorted(contexts):
@@ -155,13 +155,13 @@ def _room(request: PlanRequest, plan: MemoryPlan, memory: int) -> Iterator[str]:
 
 
 def _remedies(request: PlanRequest, memory: int) -> Iterator[str]:
-    """What else fits, one change each."""
+    """Single changes that make it fit."""
     plan, model, settings = request.plan(), request.meta_model(), request.settings
     page_size = settings["page_size"]
     pages = plan.most_pages(memory)
     needed = 1 + -(-request.longest // page_size)
     if pages >= needed:
-        waiting = f"--num-pages {pages}: requests that find no page wait"
+        waiting = f"--num-pages {pages}: requests wait for free pages"
         yield from _if_fits(_set(request, num_pages=pages), memory, waiting)
         if settings["num_pages"] is None:
             rows = plan.most_rows(memory, request.longest)
@@ -192,7 +192,7 @@ def _set(request: PlanRequest, **settings: Unpack[EngineSettings]) -> PlanReques
 
 
 def _enough_gpus(request: PlanRequest, memory: int) -> int | None:
-    """The least number of GPUs that hold it; None: it cannot be divided among so many."""
+    """The smallest number of GPUs that holds it; None if no number does."""
     for gpus in numbers_of_gpus(request.meta_model(), expert_parallel=request.expert_parallel):
         if replace(request, gpus=gpus).plan().fits(memory):
             return gpus
@@ -204,4 +204,4 @@ def _if_fits(request: PlanRequest, memory: int, change: str) -> Iterator[str]:
         if request.plan().fits(memory):
             yield f"  {change}"
     except MLAError:
-        return  # FP8 blocks may not be divided among so many GPUs
+        return  # this number of GPUs may not divide the FP8 blocks

@@ -1,4 +1,4 @@
-"""The files of `mla-compile generate`: prompts in, completions out, one JSON object a line. No torch is needed here."""
+"""Input and output files of `mla-compile generate`: one JSON object per line. Does not import torch."""
 
 import json
 import os
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 STDIN = Path("-")
 _PROMPTS = ("prompt", "prompt_token_ids")
-_LINE = 'one of {"prompt": TEXT} and {"prompt_token_ids": [ID, ...]}, with settings or without'
+_LINE = 'one of {"prompt": TEXT} and {"prompt_token_ids": [ID, ...]}, with optional settings'
 _SETTINGS = [field.name for field in fields(SamplingParams)]
-"""What else a line may have."""
+"""Further keys that a line may have."""
 
 Write = Callable[[Iterable[str]], None]
 
 
 @dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt, how its completions are sampled, and what to call it in an error: "prompts.jsonl, line 3".
+    """A prompt, its sampling parameters, and its name in errors, such as "prompts.jsonl, line 3".
 
-    line: its number in the file; None if it is of no file.
+    line: its number in the file; None if it is not from a file.
     """
 
     prompt: str | list[int]
@@ -44,7 +44,7 @@ def read_prompts(prompt: str | None, input_file: Path | None, sampling: Sampling
     A line's settings override those of `sampling`.
 
     Raises:
-        MLAError: not one of the two; the first malformed line, named with its file and key.
+        MLAError: neither or both are given; a malformed line, named with its file and key.
     """
     if prompt is not None and input_file is None:
         check_text(prompt, "--prompt")
@@ -55,7 +55,7 @@ def read_prompts(prompt: str | None, input_file: Path | None, sampling: Sampling
     text = _read_text(f"--input {input_file}", input_file)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise MLAError(f"--input {input_file}", "at least one prompt, one a line", "none")
+        raise MLAError(f"--input {input_file}", "at least one prompt, one per line", "none")
     return [_parse(line, f"{file}, line {number}", number, sampling) for number, line in lines]
 
 
@@ -72,7 +72,7 @@ def _parse(line: str, name: str, number: int, sampling: SamplingParams) -> Given
         keys = [key for key, _ in pairs]
         for key in keys:
             if keys.count(key) > 1:
-                raise MLAError(f"{name}: {_shorten(key)}", "a key once", f"it {keys.count(key)} times")
+                raise MLAError(f"{name}: {_shorten(key)}", "a single occurrence", keys.count(key))
         return dict(pairs)
 
     try:
@@ -81,7 +81,7 @@ def _parse(line: str, name: str, number: int, sampling: SamplingParams) -> Given
         raise
     except (ValueError, RecursionError) as error:
         why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise MLAError(name, 'a JSON object, {"prompt": TEXT} say', f"{_shorten(line)} ({why})") from error
+        raise MLAError(name, 'a JSON object such as {"prompt": TEXT}', f"{_shorten(line)} ({why})") from error
     if not isinstance(value, dict) or sum(key in value for key in _PROMPTS) != 1:
         raise MLAError(name, _LINE, _shorten(value))
     (key,) = value.keys() & set(_PROMPTS)
@@ -104,7 +104,7 @@ def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str
 
 
 def check_text(prompt: object, name: str) -> None:
-    """Refuse what is no text: another type, or half of a surrogate pair (a byte that is not UTF-8, in an argument)."""
+    """Raise `MLAError` unless it is a string without lone surrogates (an argument's bytes that are not UTF-8)."""
     try:
         if isinstance(prompt, str):
             prompt.encode()
@@ -120,10 +120,10 @@ def _shorten(value: object) -> str:
 
 
 def read_grammar(files: dict[str, Path | None], regex: str | None) -> tuple[str, str] | None:
-    """The flag that names a grammar, and its text: --regex, or the contents of one of `files`, by flag.
+    """A grammar's flag and text: those of --regex, or of the one of `files` that is given.
 
     Raises:
-        MLAError: several of them, or a file that cannot be read.
+        MLAError: several are given, or a file cannot be read.
     """
     given = {flag: value for flag, value in {**files, "--regex": regex}.items() if value is not None}
     if len(given) > 1:
@@ -136,7 +136,7 @@ def read_grammar(files: dict[str, Path | None], regex: str | None) -> tuple[str,
 def result_line(given: GivenPrompt, completions: Sequence["Completion"]) -> str:
     """A prompt's completions as an output line: an object with the keys of the only one, or with "completions".
 
-    Of a file's prompt it begins with "line". JSON's escapes keep it one line for every reader, U+2028 and all.
+    It begins with "line" if the prompt is from a file. Escapes keep it on one line, even with U+2028.
     """
     results = [_result(completion) for completion in completions]
     origin = {} if given.line is None else {"line": given.line}
@@ -160,18 +160,18 @@ def _result(completion: "Completion") -> dict[str, Any]:
 
 
 def result_writer(output_file: Path | None, input_file: Path | None, *, streamed: bool) -> Write:
-    """A function to call once, with JSON lines: for the file, else for stdout unless the text itself went there.
+    """A function to call once, which writes JSON lines to the file, else to stdout unless the text is streamed there.
 
-    The file gets all of them, or keeps what it held: they go to a file beside it that takes its name then.
+    The file is replaced at once by a temporary file beside it: it has all lines, or keeps its contents.
 
     Raises:
-        MLAError: from here and from the function, a file that cannot be written; from here, the input's own.
+        MLAError: the file cannot be written (here or from the function), or is the input file.
     """
     if output_file is None:
         return lambda lines: None if streamed else typer.echo("\n".join(lines))
     if input_file not in (None, STDIN) and input_file.resolve() == output_file.resolve():
         raise MLAError("--output", "another file than --input", output_file)
-    target = output_file.resolve()  # through a link, not over it
+    target = output_file.resolve()  # a symbolic link stays; its target is written
     if target.exists() and not target.is_file():
         hint = "leave it out to write to stdout"
         raise MLAError(f"--output {output_file}", "a regular file", "something else", hint)
@@ -186,7 +186,7 @@ def result_writer(output_file: Path | None, input_file: Path | None, *, streamed
         finally:
             temporary.unlink(missing_ok=True)
 
-    try:  # a directory that cannot be written to is found before the work
+    try:  # finds an unwritable directory before the model runs
         temporary.touch(exist_ok=False)
         temporary.unlink()
     except OSError as error:

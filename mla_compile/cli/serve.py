@@ -14,7 +14,7 @@ from mla_compile.models.checkpoint import names_mtp, read_config
 from mla_compile.serving.settings import ServerSettings
 
 API_KEY = "MLA_COMPILE_API_KEY"
-"""The environment's key, for which no file is needed."""
+"""The environment variable that may hold a key."""
 
 
 def serve_checkpoint(
@@ -28,14 +28,14 @@ def serve_checkpoint(
     engine: EngineSettings,
     **settings: Any,
 ) -> None:
-    """engine: settings of `EngineConfig`; None as the number of drafts: what fits the model. settings: of
+    """engine: settings of `EngineConfig`; a number of drafts of None is chosen for the model. settings: of
     `ServerSettings`.
 
     Raises:
-        MLAError: a mistake, named.
+        MLAError: a bad setting.
     """
     if replicas is not None and settings["tensor_parallel_size"] > 1:
-        expected = "1 with --replicas, each of which has one GPU"
+        expected = "1 with --replicas, as each has one GPU"
         raise MLAError("--tensor-parallel-size", expected, settings["tensor_parallel_size"])
     serve = _server(replicas)
     config, _ = read_config(model)
@@ -55,7 +55,7 @@ def serve_checkpoint(
 
 
 def _server(replicas: int | None) -> Callable[..., None]:
-    """What serves: one engine, or replicas on Ray."""
+    """The function that serves, with one engine or with replicas on Ray."""
     extra = "serve" if replicas is None else "ray"
     try:
         if replicas is None:
@@ -70,20 +70,20 @@ def _server(replicas: int | None) -> Callable[..., None]:
             raise
         hint = f"pip install '.[{extra}]' in the clone"
         what = "over HTTP" if replicas is None else "replicas"
-        raise MLAError(error.name, f"the package, which serves {what}", "none", hint) from error
+        raise MLAError(error.name, f"this package, to serve {what}", "none", hint) from error
 
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:
-    """Those of a file, one a line, and the environment's."""
+    """The API keys of a file, one per line, and of the environment."""
     keys = [os.environ[API_KEY]] if API_KEY in os.environ else []
     if keys and not keys[0].strip():
-        raise MLAError(API_KEY, "a key", "an empty value", "unset it to let everybody ask")
+        raise MLAError(API_KEY, "a key", "an empty value", "unset it to require no key")
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise MLAError(f"--api-key-file {file}", "a text file with a key a line", error) from error
+            raise MLAError(f"--api-key-file {file}", "a text file with one key per line", error) from error
         if not any(line.strip() for line in lines):
-            raise MLAError(f"--api-key-file {file}", "a key at least", "none")
+            raise MLAError(f"--api-key-file {file}", "at least one key", "none")
         keys += lines
     return tuple(key.strip() for key in keys if key.strip())

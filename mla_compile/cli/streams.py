@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def prepare() -> None:
-    """Let both streams print what their encoding lacks as "?"."""
+    """Print characters that a stream's encoding lacks as "?"."""
     if sys.stdout is None:  # the process was started with it closed
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -18,12 +18,12 @@ def prepare() -> None:
 
 
 def cannot_write() -> str | None:
-    """Why standard output cannot be written, its disk being full say; None where it can.
+    """Why standard output cannot be written, such as a full disk; None if it can.
 
-    What is left in its buffer goes nowhere then: Python would try to write it once more at exit.
+    Discards what is left in its buffer then, as Python would try to write it again at exit.
     """
     try:
-        print(flush=True)  # what failed to be written may be gone from the buffer
+        print(flush=True)  # the text that failed may have left the buffer
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return error.strerror
@@ -32,7 +32,7 @@ def cannot_write() -> str | None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Drop what libraries write to stderr past Python, as tokenizers does before it panics: an error says it again."""
+    """Drop what libraries write to stderr past Python: tokenizers does before a panic, and the error repeats it."""
     try:
         kept = os.dup(2)
     except OSError:  # stderr is closed

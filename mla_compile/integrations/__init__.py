@@ -1,1 +1,1 @@
-"""mla-compile inside other libraries, one folder each; nothing here is imported before you ask for it."""
+"""Integrations with other libraries, one folder each, imported only on request."""

@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's endpoints, probes, metrics and a page."""
+"""The HTTP app: OpenAI's endpoints, probes, metrics and a page."""
 
 import asyncio
 import hmac
@@ -47,16 +47,16 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _SHORT_BODY = 2**14
-"""Bytes of a body that is parsed at once; a longer one, whose text takes long to tokenize, beside the loop."""
+"""Bytes of a body that the event loop parses; a thread parses longer ones, as tokenizing them is slow."""
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""Made once: `json.dumps` makes an encoder for each call that has settings."""
+"""Made once: `json.dumps` with settings makes an encoder per call."""
 _Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
 def create_app(settings: ServerSettings) -> Starlette:
-    """The app of one engine, which starts and ends with it. `app.state.server` is its `Server`."""
+    """The app of one engine: it starts and stops the engine. `app.state.server` is its `Server`."""
     server = Server(settings)
 
     @asynccontextmanager
@@ -75,7 +75,7 @@ def create_app(settings: ServerSettings) -> Starlette:
 class Server:
     """One engine behind HTTP.
 
-    failure: why the engine could not be started; None while that is not known.
+    failure: why the engine failed to start; None if it did not fail, or not yet.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -87,7 +87,7 @@ class Server:
         self._client = EngineClient(settings)
         self._grammars = GrammarCheck(settings)
         self._bodies = Bodies(settings)
-        self._tokenizing = ThreadPoolExecutor(1)  # a text of 4 MB takes 1 GB meanwhile
+        self._tokenizing = ThreadPoolExecutor(1)  # one thread, as tokenizing 4 MB of text takes 1 GB
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
         self._is_draining = False
@@ -105,7 +105,7 @@ class Server:
             self.failure = error
 
     async def started(self) -> None:
-        """Wait until the engine is ready, or has a `failure`."""
+        """Wait until the engine is ready or `failure` is set."""
         assert self._starting is not None
         await self._starting
 
@@ -116,21 +116,21 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken on."""
+        """Whether the server accepts requests."""
         return self._client.ready is not None and not self._is_draining
 
     @property
     def num_running(self) -> int:
-        """Completions under way."""
+        """Running completions."""
         return self._client.num_running
 
     async def drain(self, seconds: float) -> None:
-        """Take on no more requests; wait for those that run, so long at most, and then end them."""
+        """Accept no more requests; wait at most `seconds` for running ones, then end them."""
         self._is_draining = True
         end = time.monotonic() + seconds
         while self._client.num_running and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self._client.end_all("the server shuts down")
+        self._client.end_all("the server is shutting down")
 
     # --- routes
 
@@ -152,7 +152,7 @@ class Server:
         ]
 
     def _keyed(self, path: str, handle: _Handler, method: str) -> Route:
-        """An endpoint behind the keys; exceptions of its handler are answers."""
+        """An endpoint that requires a key; exceptions of its handler become responses."""
 
         async def run(request: Request) -> Response:
             response = await self._answered(handle, request)
@@ -171,35 +171,35 @@ class Server:
             return self._failure(error).response()
 
     def _failure(self, error: BaseException) -> Failure:
-        """What a client is told of an error; raises what ends more than a request."""
+        """The failure to send for an error; raises errors that concern more than one request."""
         if isinstance(error, Failure):
             return error
         if isinstance(error, TimeoutError):
-            return Failure(f"it took longer than {self.settings.request_seconds:g} s", status=504)
+            return Failure(f"the request took longer than {self.settings.request_seconds:g} s", status=504)
         if not is_request_error(error):
             raise error
-        log.error("a request has failed by a mistake of the server", exc_info=error)
+        log.error("internal error in a request", exc_info=error)
         return Failure()
 
     def _check_key(self, request: Request) -> int:
-        """Which key it has; 0 where none is needed."""
+        """The index of the request's key; 0 if no key is needed."""
         if not self._keys:
             return 0
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # All are compared, each in constant time.
+        # Compares with all keys, each in constant time.
         found = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(found):
             raise BadRequest("the API key is missing or wrong", None, "invalid_api_key", 401)
         return found.index(True)
 
     def _client_of(self, request: Request) -> str:
-        """Whose share a request counts in: a key's where there are several, else what the header says, else an
-        address's."""
+        """The client whose share the request counts in: the key if there are several, else the client header, else the
+        address."""
         if len(self._keys) > 1:
             return f"key {self._check_key(request)}"
         name = self.settings.client_header
         if name is not None and (entries := request.headers.getlist(name)):
-            # Clients may send entries of their own: the last one is of the nearest proxy.
+            # Clients can send entries too: the nearest proxy adds the last one.
             return entries[-1].rpartition(",")[2].strip()[:100]
         return "" if request.client is None else request.client.host
 
@@ -227,7 +227,7 @@ class Server:
                     check = self._grammars.why_not(asked.grammar)
                     why_not = await while_connected(request.receive, check)
                 if why_not is not None:
-                    message = f"{asked.grammar_field}: the grammar is refused: {why_not}"
+                    message = f"{asked.grammar_field}: invalid grammar: {why_not}"
                     raise BadRequest(message, asked.grammar_field, "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
@@ -247,7 +247,7 @@ class Server:
         return response.whole()
 
     async def _events(self, answer: Answer, response: OpenAIResponse) -> AsyncGenerator[bytes]:
-        """Each is on its socket when the next one is asked for."""
+        """Each event is on its socket before the next one is made."""
         try:
             for chunk in response.opening():
                 yield _line(chunk)
@@ -264,10 +264,10 @@ class Server:
         yield b"data: [DONE]\n\n"
 
     async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update, float]]:
-        """An answer's updates, measured.
+        """An answer's updates; records metrics.
 
         Raises:
-            BadRequest: the engine refuses the request. TimeoutError: it takes longer than `request_seconds`.
+            BadRequest: the engine rejects the request. TimeoutError: it takes longer than `request_seconds`.
         """
         began, last = time.monotonic(), dict[int, float]()
         timer = asyncio.get_running_loop().call_later(self.settings.request_seconds, answer.time_out)
@@ -311,7 +311,7 @@ class Server:
 
 
 def _raising(call: Callable[[], T]) -> T:
-    """In a thread: what a call gives. A StopIteration would leave the asyncio future that waits for it pending."""
+    """Run a call in a thread. asyncio futures do not accept StopIteration: they would stay pending."""
     try:
         return call()
     except StopIteration as error:

@@ -1,4 +1,4 @@
-"""The server's end of the engine's process: requests go there, and come back as updates of answers."""
+"""The server's side of the engine's process: sends requests, and receives updates for answers."""
 
 import asyncio
 import itertools
@@ -31,23 +31,23 @@ from mla_compile.serving.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-"""Seconds before a process that failed is started again, twice as long each time."""
+"""Seconds before a failed process is restarted; doubles each time."""
 
 
 class Answer:
     """The completions of one request.
 
-    num_running: of them. client: whose request it is.
+    num_running: those not ended. client: the sender of the request.
     """
 
     def __init__(self, num_completions: int, client: str | None = None) -> None:
         self.num_running, self.client = num_completions, client
-        self._news: dict[int, tuple[Update, float]] = {}  # by the completion's place, oldest first
+        self._news: dict[int, tuple[Update, float]] = {}  # by the completion's index, oldest first
         self._has_news = asyncio.Event()
         self._is_late = False
 
     def put(self, index: int, update: Update, read_at: float) -> None:
-        """Take in what came of one completion. Whoever reads slowly gets several steps' as one."""
+        """Add an update of one completion; updates of several steps are merged until they are read."""
         self.num_running -= update.finish_reason is not None
         if index in self._news:
             self._news[index][0].extend(update)
@@ -56,18 +56,18 @@ class Answer:
         self._has_news.set()
 
     def has_more(self) -> bool:
-        """Whether `next` will give anything."""
+        """Whether `next` will return another update."""
         return self.num_running > 0 or bool(self._news)
 
     def time_out(self) -> None:
-        """It has taken too long: `next` raises TimeoutError from now on."""
+        """Make `next` raise TimeoutError from now on."""
         self._is_late = True
         self._has_news.set()
 
     async def next(self) -> tuple[int, Update, float]:
-        """What is new of one completion: its place, the update, and when its oldest report was read (see `Progress`).
+        """One completion's index, its update, and when the update's oldest report was read (see `Progress`).
 
-        The last one of each has a finish_reason.
+        The last update of each completion has a finish_reason.
 
         Raises:
             TimeoutError: see `time_out`.
@@ -82,43 +82,43 @@ class Answer:
 
 
 class EngineClient:
-    """Keeps an engine's process, and starts it again when it fails."""
+    """Runs an engine's process, and restarts it when it fails."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._answers: dict[int, tuple[Answer, int]] = {}  # by key, with the place in it
+        self._answers: dict[int, tuple[Answer, int]] = {}  # by key, with the index in the answer
         self._keys = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._keeper: asyncio.Task[None] | None = None
         self.ready: Ready | None = None
-        """What the engine has said of itself; None while there is none."""
+        """The message of an engine that is ready; None while no engine is."""
         self.stats = EngineStats()
-        """How things stand; nothing but zeros while there is no engine."""
+        """The engine's latest stats; all zeros while no engine runs."""
 
     async def start(self) -> None:
         """Start the process, and wait until it is warm.
 
         Raises:
-            MLAError: a mistake in the settings, as the engine says it.
-            RuntimeError: it failed otherwise.
+            MLAError: a bad setting, raised in the engine.
+            RuntimeError: any other failure.
         """
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(started))
         await started
 
     async def stop(self) -> None:
-        """End the process; answers under way end with an error."""
+        """End the process; running answers end with an error."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
-        self.end_all("the server shuts down")
+        self.end_all("the server is shutting down")
 
     def submit(self, asked: Sequence[Asked], client: str | None = None) -> Answer:
-        """Hand on all completions of a client's request, or none.
+        """Send all completions of a client's request to the engine, or none.
 
         Raises:
-            NotReady, Busy: it is not taken on.
+            NotReady, Busy: the request is not accepted.
         """
         if self.ready is None:
             raise NotReady
@@ -132,14 +132,14 @@ class EngineClient:
         return answer
 
     def abort(self, answer: Answer) -> None:
-        """Nobody reads it any more."""
+        """Abort an answer's requests that have not ended."""
         for key in [key for key, (known, _) in self._answers.items() if known is answer]:
             del self._answers[key]
             self._outbox.put(Abort(key))
 
     def _has_places(self, count: int, client: str | None) -> bool:
-        """Whether a client may have so many more completions under way: while there is room, and without room as long
-        as it has no more than an equal share. k clients have at most (1 + 1/2 + ... + 1/k) times the room together."""
+        """Whether a client may run `count` more completions: there is room, or the client stays within an equal share.
+        k clients together have at most (1 + 1/2 + ... + 1/k) times the room."""
         held = Counter(answer.client for answer, _ in self._answers.values())
         if held.total() + count <= self.capacity:
             return True
@@ -147,16 +147,16 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Completions that one client may have under way at once; 0 while the engine is not ready."""
+        """Completions that one client may have at once; 0 while the engine is not ready."""
         return 0 if self.ready is None else self.ready.stats.max_rows + self._settings.max_waiting
 
     @property
     def num_running(self) -> int:
-        """Completions under way."""
+        """Running completions."""
         return len(self._answers)
 
     def end_all(self, why: str) -> None:
-        """End the answers under way with an error, and abort their requests."""
+        """End the running answers with an error, and abort their requests."""
         answers, self._answers = self._answers, {}
         for key, (answer, index) in answers.items():
             self._outbox.put(Abort(key))
@@ -168,22 +168,22 @@ class EngineClient:
             began = time.monotonic()
             failed = await self._run(started)
             self.ready, self.stats = None, EngineStats()
-            why = f"the engine has failed: {failed.message}"
+            why = f"the engine failed: {failed.message}"
             self.end_all(why)
             if not started.done():
                 started.set_exception(failed.mistake or RuntimeError(why))
                 return
             wait = _FIRST_WAIT if time.monotonic() - began > _LONGEST_WAIT else min(2 * wait, _LONGEST_WAIT)
-            log.error("%s; it starts again in %g s", why, wait)
+            log.error("%s; restarting in %g s", why, wait)
             await asyncio.sleep(wait)
 
     async def _run(self, started: asyncio.Future[None]) -> Failed:
-        """One process, from its start to its end; says why it ended."""
+        """Run one process from its start to its end; return why it ended."""
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[FromEngine | None]()
         try:
             process, connection = processes.start("mla_compile.serving.engine_process")
         except OSError as error:
-            return Failed(f"its process cannot be made: {error}")
+            return Failed(f"cannot start its process: {error}")
         self._process = process
         self._outbox = queue.SimpleQueue()
         self._outbox.put(self._settings)
@@ -208,12 +208,12 @@ class EngineClient:
             self._outbox.put(None)
             status = await asyncio.to_thread(processes.end, process)
             connection.close()
-        return failed if failed.message else Failed(f"its process ended with status {status}")
+        return failed if failed.message else Failed(f"its process exited with status {status}")
 
     def _take(self, progress: Progress) -> None:
         self.stats = progress.stats
         for key, fields in progress.updates:
-            if key in self._answers:  # else it was aborted meanwhile
+            if key in self._answers:  # else it was aborted
                 answer, index = self._answers[key]
                 update = Update(*fields)
                 answer.put(index, update, progress.read_at)
@@ -224,7 +224,7 @@ class EngineClient:
 def _read(
     connection: Connection, loop: asyncio.AbstractEventLoop, put: Callable[[FromEngine | None], None]
 ) -> None:
-    """A thread: what the engine sends; None when it has ended."""
+    """A thread that passes on the engine's messages, then None when the connection ends."""
     with suppress(RuntimeError):  # the loop has ended
         try:
             while True:
@@ -234,7 +234,7 @@ def _read(
 
 
 def _write(connection: Connection, outbox: "queue.SimpleQueue[ToEngine | None]") -> None:
-    """A thread: what the engine is sent. It may be busy for a while, so nobody else waits for it."""
+    """A thread that sends messages to the engine, as sending blocks while the engine is busy."""
     with suppress(OSError):
         while (message := outbox.get()) is not None:
             connection.send(message)

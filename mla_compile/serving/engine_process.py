@@ -1,6 +1,6 @@
-"""The engine's process: one connection brings requests, and takes what comes of them after every step.
+"""The engine's process: receives requests over a connection, and sends updates after every step.
 
-Run by `engine_client.py` as `python -m mla_compile.serving.engine_process FD`. It ends when the connection does.
+Run by `engine_client.py` as `python -m mla_compile.serving.engine_process FD`. It exits when the connection closes.
 """
 
 import gc
@@ -40,13 +40,13 @@ _KEPT_GRAMMARS = 64
 
 
 class _Served:
-    """The requests of an engine by key, and how much of each has been told."""
+    """The requests of an engine by key, and how many tokens of each were sent."""
 
     def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", stop_ids: list[int]) -> None:
         self.engine, self.stop_ids = engine, stop_ids
         self._tokenizer, self._grammars = tokenizer, GrammarThread[Grammar](_KEPT_GRAMMARS)
         self._requests: dict[int, Request] = {}
-        self._num_told: dict[int, int] = {}
+        self._num_sent: dict[int, int] = {}
         self._compiling: dict[int, tuple[Add, Future[Grammar]]] = {}
         self._failed: list[tuple[int, tuple[Any, ...]]] = []
 
@@ -64,7 +64,7 @@ class _Served:
             self._compiling.pop(key, None)
 
     def add_compiled(self) -> None:
-        """Hand on the requests whose grammars are compiled by now."""
+        """Start the requests whose grammars are compiled."""
         for key, (message, grammar) in list(self._compiling.items()):
             if grammar.done():
                 del self._compiling[key]
@@ -85,48 +85,48 @@ class _Served:
                 max_drafts=asked.max_drafts,
                 client=message.client,
             )
-            self._num_told[key] = 0
+            self._num_sent[key] = 0
         except BaseException as error:
             self._fail(key, error)
 
     def _fail(self, key: int, error: BaseException) -> None:
-        """End a request by an error of work on it alone."""
+        """End one request with an error."""
         is_refused = isinstance(error, MLAError)
         why = str(request_error("the request failed", error))
         if not is_refused:
             log.error("a request failed", exc_info=error)
         update = Update(finish_reason="error", error=why, is_refused=is_refused)
         self._failed.append((key, tuple(vars(update).values())))
-        self._num_told.pop(key, None)
+        self._num_sent.pop(key, None)
         if key in self._requests:
             self.engine.abort(self._requests.pop(key))
 
     def news(self) -> list[tuple[int, tuple[Any, ...]]]:
-        """What has not been told yet, as `Progress` has it; requests that have ended are forgotten."""
+        """Updates not sent yet, as in `Progress`; forgets requests that have ended."""
         found = []
         for key, request in list(self._requests.items()):
-            completion, told = request.completion, self._num_told[key]
+            completion, num_sent = request.completion, self._num_sent[key]
             try:
-                if len(completion.token_ids) > told or request.has_ended:
-                    found.append((key, _fields_of_update(request, told)))
-                    self._num_told[key] = len(completion.token_ids)
+                if len(completion.token_ids) > num_sent or request.has_ended:
+                    found.append((key, _fields_of_update(request, num_sent)))
+                    self._num_sent[key] = len(completion.token_ids)
             except BaseException as error:
                 self._fail(key, error)
                 continue
             if request.has_ended:
-                del self._requests[key], self._num_told[key]
+                del self._requests[key], self._num_sent[key]
         failed, self._failed = self._failed, []
         return found + failed
 
 
-def _fields_of_update(request: Request, told: int) -> tuple[Any, ...]:
+def _fields_of_update(request: Request, num_sent: int) -> tuple[Any, ...]:
     completion = request.completion
     if completion.text is not None and type(completion.text) is not str:
         raise TypeError(f"the text is of type {type(completion.text).__name__}")
     return (
-        completion.token_ids[told:],
-        completion.draft_positions[told:],
-        None if completion.logprobs is None else completion.logprobs[told:],
+        completion.token_ids[num_sent:],
+        completion.draft_positions[num_sent:],
+        None if completion.logprobs is None else completion.logprobs[num_sent:],
         completion.finish_reason,
         completion.text if request.params.stop_strings else None,
         completion.error,
@@ -138,13 +138,13 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
     """Load, warm up, and serve until the connection ends.
 
     Raises:
-        MLAError: a mistake in the settings. Others: what the model raises.
+        MLAError: a bad setting. Others: from the model.
     """
     served = _load(settings)
     engine = served.engine
     config, stop_ids = engine.config, served.stop_ids
     gc.collect()
-    gc.freeze()  # what compiling has left is millions of objects, in which no step should look for garbage
+    gc.freeze()  # compilation leaves millions of objects, which garbage collection in steps should skip
     limits = ModelLimits(
         settings.served_model_name,
         engine.model.vocab_size,
@@ -162,7 +162,7 @@ def run(connection: Connection, served: _Served) -> None:
     """Serve until the connection ends."""
     engine = served.engine
     while True:
-        # Without work it waits for the next message; a grammar that is being compiled is work of another thread.
+        # Waits for a message if idle; polls while another thread compiles a grammar.
         wait = 0.0 if engine.has_work() else 0.002 if served.is_compiling() else None
         while connection.poll(wait):
             served.take(connection.recv())
@@ -188,24 +188,24 @@ def _load(settings: ServerSettings) -> _Served:
             engine.warm_up(sampling=sampling, stop_ids=checkpoint.stop_ids)
     else:
         engine.generate([[0]], max_new_tokens=2)
-    assert checkpoint.tokenizer is not None, "the server has asked"
+    assert checkpoint.tokenizer is not None, "the server checks this"
     return _Served(engine, checkpoint.tokenizer, checkpoint.stop_ids)
 
 
 def main(fd: int) -> None:
-    """The process: the connection's first message is its settings."""
+    """Run the process; the connection's first message is its settings."""
     processes.leave_signals()
     with Connection(fd) as connection:
         try:
             serve(connection, connection.recv())
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return  # the server has gone
+            return  # the server has exited
         except MLAError as error:
             connection.send(Failed(str(error), error))
         except BaseException as error:
             if not is_request_error(error):
                 raise
-            log.exception("the engine has failed")
+            log.exception("the engine failed")
             connection.send(Failed(f"{type(error).__name__}: {error}"))
     sys.exit(1)
 

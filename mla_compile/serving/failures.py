@@ -1,4 +1,4 @@
-"""Why a request gets no completion: each reason is an error as OpenAI's API has it, with a status of HTTP."""
+"""Errors of requests: each has an HTTP status and a body in the form of OpenAI's API."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Failure(Exception):
-    """An error of a request. Its message may come from anywhere, so it may have what UTF-8 has not.
+    """An error of a request. Its message may have characters that UTF-8 cannot encode.
 
-    status: of HTTP. param: the field. code: OpenAI's word for the mistake, where it has one.
-    retry_after: seconds after which the client may ask again.
+    status: of HTTP. param: the field. code: OpenAI's code of the error, if it has one.
+    retry_after: seconds after which the client may retry.
     """
 
-    message = "the server has made a mistake"
+    message = "internal server error"
     status = 500
     retry_after: int | None = None
 
@@ -31,19 +31,19 @@ class Failure(Exception):
         super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
-        """The object that tells the client."""
+        """The JSON object of the error."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = self.message.encode(errors="backslashreplace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer to the request."""
+        """The HTTP response."""
         headers = None if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return JSONResponse(self.body(), self.status, headers)
 
 
 class BadRequest(Failure):
-    """What is wrong with a request; the message is cut to what a client can read."""
+    """A bad request; long messages are cut."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
@@ -52,23 +52,23 @@ class BadRequest(Failure):
 
 
 class CompletionFailed(Failure):
-    """The engine ended a completion for another reason than its text; the message says which."""
+    """The engine ended a completion for a reason other than its text; the message has the reason."""
 
 
 class Busy(Failure):
-    """As many requests as may wait do."""
+    """The queue of waiting requests is full."""
 
-    message, status, retry_after = "as many requests wait as may; ask again later", 429, 1
+    message, status, retry_after = "too many requests are waiting; retry later", 429, 1
 
 
 class NotReady(Failure):
-    """What answers a request loads, or has failed and loads again."""
+    """The engine, or the grammar check, is starting or restarting."""
 
-    message, status, retry_after = "the server is not ready; ask again later", 503, 5
+    message, status, retry_after = "the server is not ready; retry later", 503, 5
 
 
 class BodiesFull(Failure):
     """The bodies of all requests exceed their bound, and this one is the largest."""
 
-    message = "the bodies of all requests together are too large; ask again later"
+    message = "the bodies of all requests together are too large; retry later"
     status, retry_after = 503, 1

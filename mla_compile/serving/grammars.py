@@ -1,7 +1,7 @@
-"""Grammars of strangers: compiled first in a process of their own, which has little time and memory.
+"""Grammars from untrusted clients: a separate process compiles each first, within limits of time and memory.
 
-What that process (`python -m mla_compile.serving.grammars FD`) compiles in time, the engine's process compiles again:
-a compiled grammar cannot be sent.
+If that process (`python -m mla_compile.serving.grammars FD`) succeeds, the engine's process compiles the grammar again:
+a compiled grammar cannot be pickled.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ _KINDS = {
 
 
 def compiled(source: GrammarSource, tokenizer: "PreTrainedTokenizerBase") -> Grammar:
-    """Raises `MLAError` for one that llguidance does not take."""
+    """Raises `MLAError` if llguidance rejects the grammar."""
     return _KINDS[source.kind](source.text, tokenizer)
 
 
 class GrammarThread(Generic[T]):
-    """Work on grammars, which wait for each other and for nothing else. The last results are kept."""
+    """One thread that works on grammars in order, and keeps the latest results."""
 
     def __init__(self, num_kept: int, max_waiting: float = math.inf) -> None:
         self._num_kept, self._max_waiting = num_kept, max_waiting
@@ -54,10 +54,10 @@ class GrammarThread(Generic[T]):
         self._known: OrderedDict[GrammarSource, Future[T]] = OrderedDict()
 
     def get(self, source: GrammarSource, work: Callable[[GrammarSource], T]) -> Future[T]:
-        """What comes of it. What has failed is done again: it may go well this time.
+        """The result of `work`, cached unless it failed: the next call retries.
 
         Raises:
-            Busy: as many others as may wait do.
+            Busy: `max_waiting` others wait.
         """
         known = self._known.get(source)
         if known is None or (known.done() and known.exception() is not None):
@@ -70,12 +70,12 @@ class GrammarThread(Generic[T]):
         return known
 
     def stop(self) -> None:
-        """Nothing more is begun."""
+        """Start no more work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class GrammarCheck:
-    """Says whether a grammar can be compiled within limits."""
+    """Checks whether a grammar compiles within limits."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -84,24 +84,24 @@ class GrammarCheck:
         self._connection: Connection | None = None
 
     async def why_not(self, source: GrammarSource) -> str | None:
-        """Why the engine is not to compile it; None where it may.
+        """Why the grammar is rejected; None if the engine may compile it.
 
         Raises:
-            Busy: as many others as may wait do. NotReady: the process that checks was killed, or cannot be started.
+            Busy: too many others wait. NotReady: the checking process was killed, or cannot be started.
         """
         check = self._checks.get(source, self._ask)
         try:
-            return await asyncio.shield(asyncio.wrap_future(check))  # others may wait for the same one
+            return await asyncio.shield(asyncio.wrap_future(check))  # others may wait for the same check
         except TimeoutError as error:
             return str(error)
 
     def stop(self) -> None:
-        """End the process; nothing is checked any more."""
+        """End the process, and check no more."""
         self._checks.stop()
         self._end()
 
     def _end(self) -> int | None:
-        """The exit status, where there was a process."""
+        """End the process; return its exit status, or None if there was none."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if process is None or connection is None:
@@ -110,7 +110,7 @@ class GrammarCheck:
         return processes.end(process)
 
     def _ask(self, source: GrammarSource) -> str | None:
-        """As `why_not`; TimeoutError where it takes too long."""
+        """Like `why_not`, but raises TimeoutError if it takes too long."""
         seconds = self._settings.grammar_seconds
         if self._process is None or self._process.poll() is not None:
             self._start()
@@ -122,11 +122,11 @@ class GrammarCheck:
                 found: str | None = connection.recv()
                 return found
         except (EOFError, OSError):
-            if self._end() in (None, -signal.SIGKILL):  # not by what it does itself
+            if self._end() in (None, -signal.SIGKILL):  # killed from outside
                 raise NotReady from None
-            return "it takes too much memory to compile"
+            return "compiling it takes too much memory"
         self._end()
-        raise TimeoutError(f"it takes more than {seconds:g} s to compile")
+        raise TimeoutError(f"compiling it takes more than {seconds:g} s")
 
     def _start(self) -> None:
         with suppress(EOFError, OSError):
@@ -141,7 +141,7 @@ class GrammarCheck:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process take so many bytes more than it has."""
+    """Limit this process to `more` bytes beyond its current size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     if pages:
         most = pages * resource.getpagesize() + more
@@ -149,13 +149,13 @@ def _limit_memory(more: int) -> None:
 
 
 def main(fd: int) -> None:
-    """The process that checks."""
+    """Run the checking process."""
     processes.leave_signals()
     with Connection(fd) as connection, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         path, num_bytes = connection.recv()
         tokenizer = load_tokenizer(path)
         assert tokenizer is not None, "a server has a tokenizer"
-        compiled(GrammarSource("regex", "a"), tokenizer)  # what all grammars need is made now
+        compiled(GrammarSource("regex", "a"), tokenizer)  # allocates what all grammars share
         _limit_memory(num_bytes)
         connection.send(None)
         while True:
@@ -165,7 +165,7 @@ def main(fd: int) -> None:
             except MLAError as error:
                 connection.send(str(error))
             except MemoryError:
-                connection.send("it takes too much memory to compile")
+                connection.send("compiling it takes too much memory")
 
 
 if __name__ == "__main__":

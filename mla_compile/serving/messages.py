@@ -1,4 +1,4 @@
-"""What goes between the server's process and the engine's, pickled: both are ours."""
+"""Messages between the server's process and the engine's, pickled, as both processes are trusted."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,12 +10,12 @@ from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving.settings import ServerSettings
 
 MAX_CHOICES = 128
-"""The most choices of a request, where the server takes as many at once."""
+"""Maximum choices of a request, if the server can hold as many."""
 
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """A grammar as a client gave it: JSON text of a schema, a regular expression, or Lark rules."""
+    """A client's grammar: JSON text of a schema, a regular expression, or Lark rules."""
 
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
@@ -23,7 +23,7 @@ class GrammarSource:
 
 @dataclass(frozen=True)
 class Asked:
-    """One completion that the engine is asked for.
+    """One completion to request from the engine.
 
     prompt: token ids. params: of one completion (`n` is 1), with `max_tokens`.
     max_drafts: see `Engine.add`.
@@ -37,7 +37,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Add:
-    """To the engine: a request. key: by which updates and `Abort` name it. client: see `Engine.add`."""
+    """To the engine: a request. key: identifies it in updates and `Abort`. client: see `Engine.add`."""
 
     key: int
     asked: Asked
@@ -46,19 +46,19 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """To the engine: nobody waits for a request any more."""
+    """To the engine: abort a request."""
 
     key: int
 
 
 @dataclass
 class Update:
-    """What a completion has grown by, or how it ended.
+    """The growth of a completion, or its end.
 
     token_ids, draft_positions, logprobs: the new ones, as in `Completion`.
     finish_reason, error: as in `Completion`; None while it runs.
     text: all of the text, where a stop string cut it.
-    is_refused: whether the request itself was wrong, as `error` says.
+    is_refused: whether the request itself was invalid, for the reason in `error`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Update:
     is_refused: bool = False
 
     def extend(self, later: "Update") -> None:
-        """Add what came after this one."""
+        """Append a later update."""
         self.token_ids += later.token_ids
         self.draft_positions += later.draft_positions
         if self.logprobs is not None:
@@ -81,13 +81,13 @@ class Update:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a request is held to.
+    """The limits of a request, and the model's description.
 
-    max_model_len: its tokens, prompt included.
-    max_choices: its completions, of all prompts together.
-    max_stop_token_ids: more places than the step was compiled with (see `stop_id_places`, less the model's own stop
-        ids) would have it compiled anew, and all requests wait.
-    drafter, num_speculative_tokens: what drafts, and how much; which /v1/models tells.
+    max_model_len: tokens of a request, prompt included.
+    max_choices: completions of a request, over all its prompts.
+    max_stop_token_ids: more than the places of the compiled step (`stop_id_places`, less the model's own stop ids)
+        would recompile it, and all requests would wait.
+    drafter, num_speculative_tokens: the drafter's name and drafts per step, for /v1/models.
     """
 
     model_name: str
@@ -101,7 +101,7 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the engine: it is warm. stats: how things stand before the first request."""
+    """From the engine: it is warm. stats: before the first request."""
 
     limits: ModelLimits
     stats: EngineStats
@@ -109,10 +109,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """From the engine, after a step: updates by key, and how things stand.
+    """From the engine, after a step: updates by key, and stats.
 
-    updates: keys, each with the fields of an `Update`: plain tuples are pickled in a fifth of the time.
-    read_at: when the step's report was read, by `time.monotonic`, one clock for all processes of a machine.
+    updates: keys, each with the fields of an `Update`, as plain tuples are pickled in a fifth of the time.
+    read_at: when the step's report was read, by `time.monotonic`, which all processes of a machine share.
     """
 
     updates: list[tuple[int, tuple[Any, ...]]]
@@ -122,12 +122,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Failed:
-    """From the engine, and its last: why. mistake: of whoever set it up."""
+    """From the engine, its last message: the reason. mistake: the error, if a setting caused it."""
 
     message: str
     mistake: MLAError | None = None
 
 
 ToEngine = ServerSettings | Add | Abort
-"""The settings come first, and once."""
+"""The settings come once, first."""
 FromEngine = Ready | Progress | Failed

@@ -1,7 +1,7 @@
-"""Bodies of requests in OpenAI's form: which fields there are, and of which types.
+"""Request bodies of OpenAI's API: their fields and types.
 
-Types are strict, as `"5"` is no integer; null means left out. A list is read up to its first mistake only, so that a
-body of nothing but mistakes costs no more than another.
+Types are strict: `"5"` is not an integer; null means absent. Validation of a list stops at its first error, so a body
+full of errors costs no more than another.
 """
 
 import json
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
-"""Stop strings of a request, and characters of each: every token's text is searched for all of them."""
+"""Limits on a request's stop strings and their characters, as each token's text is searched for all."""
 
 
-# What these fields ask for cannot be had, unless they ask for what happens anyway.
+# Unsupported fields, with the values that are accepted because they change nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "echo": (False,),
@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# These change no token, whatever they say.
+# Fields that change no token.
 IGNORED = frozenset({
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "service_tier", "store", "user",
@@ -63,7 +63,7 @@ def _prompts(value: object) -> object:
 
 
 def _content(value: object) -> object:
-    """A message's text; its parts make lines of their own."""
+    """A message's text; each of its parts is a line."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -73,7 +73,7 @@ def _content(value: object) -> object:
 
 
 def _role(value: str) -> str:
-    """A developer is a system: templates know no other, and some leave what they do not know out without a word."""
+    """Map "developer" to "system": chat templates do not know it, and some silently drop unknown roles."""
     return "system" if value == "developer" else value
 
 
@@ -86,7 +86,7 @@ def _schema(value: object) -> str:
 
 def _nothing(value: object) -> None:
     if value not in (None, []):
-        raise ValueError("not supported; leave it out")
+        raise ValueError("not supported; remove it")
 
 
 Schema = Annotated[str, BeforeValidator(_schema)]
@@ -101,7 +101,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # which this server has no use for
+    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class JsonSchema(Body):
@@ -118,7 +118,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _one_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("expected json_schema where that is the type, and nowhere else")
+            raise ValueError("expected json_schema if and only if type is json_schema")
         return self
 
 
@@ -139,7 +139,7 @@ class Message(Body):
     role: Annotated[Literal["system", "developer", "user", "assistant"], AfterValidator(_role)]
     content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
-    # As clients send back what they got.
+    # Empty fields of the server's own answers, which clients send back.
     annotations: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
@@ -156,7 +156,7 @@ Stops = Annotated[
 
 
 class SamplingBody(Body):
-    """What both endpoints take. Null means left out; `SamplingParams` knows the ranges of what it has."""
+    """The fields of both endpoints; null means absent. `SamplingParams` checks the ranges of its fields."""
 
     model: str
     max_tokens: Count | None = None
@@ -201,7 +201,7 @@ class TokenizeBody(Body):
 
 
 def mistake(error: "ErrorDetails") -> str:
-    """What is wrong with a field: what was expected, and what came."""
+    """The error of a field: what was expected, and what came."""
     if error["type"] == "missing":
         return "expected a value, got none"
     if error["type"] == "extra_forbidden":
@@ -211,7 +211,7 @@ def mistake(error: "ErrorDetails") -> str:
 
 
 def _shown(value: object) -> str:
-    """What came, cut to a line."""
+    """A value, cut to a line."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     text = json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Bodies of requests in OpenAI's form, and what they ask of the engine. A body is bytes that anybody may have sent."""
+"""Parses request bodies of OpenAI's API, which are untrusted bytes, into requests for the engine."""
 
 import json
 import logging
@@ -40,8 +40,8 @@ class CompletionsAsked:
     """A request for completions, from either endpoint.
 
     prompts: token ids of each; one for a chat.
-    params: with `max_tokens`; `n` counts for each prompt.
-    grammar_field: of the body, where the grammar stood.
+    params: with `max_tokens`; `n` is per prompt.
+    grammar_field: the field of the body with the grammar.
     """
 
     body: CompletionBody | ChatBody
@@ -59,9 +59,9 @@ class CompletionsAsked:
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
 
     def choices(self) -> list[Asked]:
-        """The completions to ask the engine for, in the order of the response's choices: by prompt.
+        """The completions to request from the engine, in the order of the response's choices: by prompt.
 
-        A client's seed is used for each prompt, as by `Engine.generate`; without one no two choices share a seed.
+        A client's seed is used for each prompt, as in `Engine.generate`; without one all choices have different seeds.
         """
         seed, n = self.params.seed, self.params.n
         step = 0 if self.body.seed is not None else n
@@ -76,18 +76,18 @@ class CompletionsAsked:
 def parse_completion(
     body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits
 ) -> CompletionsAsked:
-    """What a body of /v1/completions asks for.
+    """Parse a body of /v1/completions.
 
     Raises:
-        BadRequest: whatever is wrong with it.
+        BadRequest: the body is invalid.
     """
     asked = _read(CompletionBody, body)
     _check_model(asked.model, limits)
     params = _params(asked, asked.logprobs, limits)
     if asked.best_of not in (None, params.n):
-        raise BadRequest(f"best_of: expected n, {params.n}, or nothing", "best_of")
+        raise BadRequest(f"best_of: expected n, which is {params.n}, or null", "best_of")
     if (choices := len(asked.prompt) * params.n) > limits.max_choices:
-        expected = f"at most {limits.max_choices} choices of all prompts together"
+        expected = f"at most {limits.max_choices} choices over all prompts"
         raise BadRequest(f"n: expected {expected}, got {choices}", "n")
     prompts = [
         _encode(tokenizer, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in asked.prompt
@@ -97,17 +97,17 @@ def parse_completion(
 
 
 def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> CompletionsAsked:
-    """What a body of /v1/chat/completions asks for, its messages written out by the tokenizer's chat template.
+    """Parse a body of /v1/chat/completions; the tokenizer's chat template formats its messages.
 
     Raises:
-        BadRequest: whatever is wrong with it; a tokenizer without a chat template.
+        BadRequest: the body is invalid, or the tokenizer has no chat template.
     """
     asked = _read(ChatBody, body)
     _check_model(asked.model, limits)
     if asked.top_logprobs is not None and not asked.logprobs:
-        raise BadRequest("top_logprobs: expected logprobs = true with it", "top_logprobs")
+        raise BadRequest("top_logprobs: requires logprobs = true", "top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens is not None:
-        raise BadRequest("max_tokens: give it or max_completion_tokens, not both", "max_tokens")
+        raise BadRequest("max_tokens: expected max_tokens or max_completion_tokens, got both", "max_tokens")
     params = _params(asked, (asked.top_logprobs or 0) if asked.logprobs else None, limits)
     if params.n > limits.max_choices:
         raise BadRequest(f"n: expected at most {limits.max_choices}, got {params.n}", "n")
@@ -117,10 +117,10 @@ def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: Mod
 
 
 def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> list[int]:
-    """The token ids that a body of /tokenize asks for: those of a text, or of a chat's messages.
+    """Parse a body of /tokenize: the token ids of its prompt, or of its messages.
 
     Raises:
-        BadRequest: whatever is wrong with it.
+        BadRequest: the body is invalid.
     """
     asked = _read(TokenizeBody, body)
     if asked.model is not None:
@@ -129,7 +129,7 @@ def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits:
         return _encode(tokenizer, asked.prompt, "prompt", special=asked.add_special_tokens)
     if asked.messages is not None and asked.prompt is None:
         return _encode_chat(tokenizer, asked.messages)
-    raise BadRequest("prompt: expected it or messages, one of them", "prompt")
+    raise BadRequest("prompt: expected one of prompt and messages", "prompt")
 
 
 B = TypeVar("B", bound=Body)
@@ -140,7 +140,7 @@ def _read(kind: type[B], body: bytes) -> B:
         given = from_json(body, allow_inf_nan=False)
         json.loads(body, object_pairs_hook=without_repeats)  # `from_json` keeps the last of equal keys
     except RepeatedKey as error:
-        raise BadRequest(f"{error.key}: expected once in an object, got it twice", error.key) from None
+        raise BadRequest(f"{error.key}: duplicate key", error.key) from None
     except ValueError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
     if not isinstance(given, dict):
@@ -148,7 +148,7 @@ def _read(kind: type[B], body: bytes) -> B:
     for name, harmless in REFUSED.items():
         value = given.pop(name, None)
         if value is not None and not any(type(value) is type(x) and value == x for x in harmless):
-            raise BadRequest(f"{name}: not supported; leave it out", name, "unsupported_parameter")
+            raise BadRequest(f"{name}: not supported; remove it", name, "unsupported_parameter")
     for name in given:
         if name not in kind.model_fields and name not in IGNORED:
             raise BadRequest(f"{name[:100]}: unknown field", name, "unknown_parameter")
@@ -167,10 +167,10 @@ def _check_model(model: str, limits: ModelLimits) -> None:
 
 
 def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> SamplingParams:
-    """How to sample; `max_tokens`, which depends on the prompt, is not final."""
+    """The sampling parameters, except `max_tokens`, which depends on the prompts."""
     names = [field.name for field in fields(SamplingParams) if field.name in SamplingBody.model_fields]
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    if given.get("top_k") == -1:  # as vLLM says it
+    if given.get("top_k") == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
     stop_ids = given.get("stop_token_ids", [])
     if len(stop_ids) > limits.max_stop_token_ids or any(
@@ -194,7 +194,7 @@ def _asked(
     max_tokens: int,
     limits: ModelLimits,
 ) -> CompletionsAsked:
-    """max_tokens: of which as many count as the shortest prompt leaves places; the engine does so for each."""
+    """max_tokens: cut to what the shortest prompt leaves room for; the engine cuts it for each prompt."""
     limit = "max_model_len", limits.max_model_len
     name = "messages" if isinstance(asked, ChatBody) else "prompt"
     for prompt in prompts:
@@ -204,21 +204,21 @@ def _asked(
             code = "context_length_exceeded" if len(prompt) >= limits.max_model_len else None
             raise BadRequest(str(error), name, code) from None
     if asked.stream_options is not None and not asked.stream:
-        raise BadRequest("stream_options: expected stream = true with it", "stream_options")
+        raise BadRequest("stream_options: requires stream = true", "stream_options")
     grammar, grammar_field = _grammar(asked)
     if grammar is not None and asked.ignore_eos and not asked.stop_token_ids:
-        message = "ignore_eos: expected false, or stop_token_ids, as a grammar's text has to end with some id"
+        message = "ignore_eos: with a grammar, expected false, or stop_token_ids to end the text"
         raise BadRequest(message, "ignore_eos")
     max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
     return CompletionsAsked(asked, prompts, replace(params, max_tokens=max_tokens), grammar, grammar_field)
 
 
 def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, None]:
-    """What the text is to follow, and the field that says so."""
+    """The grammar of the text, and the field that has it."""
     outputs, form = asked.structured_outputs, asked.response_format
     if form is not None and form.type != "text":
         if outputs is not None:
-            message = "structured_outputs: give it or a response_format, not both"
+            message = "structured_outputs: expected structured_outputs or response_format, got both"
             raise BadRequest(message, "structured_outputs")
         schema = '{"type": "object"}' if form.json_schema is None else form.json_schema.text
         return GrammarSource("json_schema", schema), "response_format"
@@ -253,16 +253,16 @@ def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) 
     ]
     try:
         text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
-    except BaseException as error:  # a template is a program, and refuses by raising
+    except BaseException as error:  # a template is a program that rejects messages by raising
         raise _refused_by("chat template", "messages", error) from None
     if not isinstance(text, str):
-        raise BadRequest("messages: the model's chat template makes no text of them", "messages")
+        raise BadRequest("messages: the model's chat template did not return text", "messages")
     return _encode(tokenizer, text, "messages", special=False)
 
 
 def _refused_by(what: str, name: str, error: BaseException) -> BadRequest:
-    """The client is told why, and the log, which has no prompts, that it was so."""
+    """The client gets the error's text, which may quote the prompt; the log gets only its type."""
     if not is_request_error(error):
         raise error
-    log.warning("the model's %s refuses a request: %s", what, type(error).__name__)
-    return BadRequest(f"{name}: the model's {what} refuses it: {error}", name)
+    log.warning("the model's %s rejected a request: %s", what, type(error).__name__)
+    return BadRequest(f"{name}: rejected by the model's {what}: {error}", name)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: completions and chats, whole and in chunks, and the server's other objects."""
+"""Response objects of OpenAI's API: completions and chats, whole and in chunks, models and tokens."""
 
 import itertools
 import logging
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_LOGPROB = -9999.0
-"""OpenAI's word for a token without any probability: JSON has no infinity."""
+"""OpenAI's value for probability 0, as JSON has no infinity."""
 
 
 class Response:
-    """The answer to one request, in the making: each update makes a chunk, or all of them one object.
+    """The response to one request, built from updates: a chunk for each (`feed`), or one object for all (`add`).
 
-    A response uses either `feed` or `add`, throughout.
+    A response uses only one of `feed` and `add`.
 
     asked: the request. vocabulary: of the server's tokenizer.
     """
@@ -41,7 +41,7 @@ class Response:
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.body.model}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks to begin a stream with: a chat's choices say who speaks."""
+        """The first chunks of a stream: the role of each choice of a chat."""
         if not self._asked.is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
@@ -51,7 +51,7 @@ class Response:
         ]
 
     def feed(self, index: int, update: Update) -> dict[str, Any] | None:
-        """The chunk that a choice's update makes; None where a client would see nothing new.
+        """The chunk of a choice's update; None if it has nothing new for the client.
 
         Raises:
             CompletionFailed: the engine did not complete the choice, or the tokenizer has no text for it.
@@ -60,20 +60,20 @@ class Response:
         return None if choice is None else self._chunk([choice])
 
     def closing(self) -> list[dict[str, Any]]:
-        """Chunks to end a stream with: the usage, where it was asked for."""
+        """The last chunks of a stream: the usage, if requested."""
         return [self._chunk([], self.usage())] if self._asked.include_usage else []
 
     def add(self, index: int, update: Update) -> None:
-        """Takes a choice's update; raises as `feed`."""
+        """Add a choice's update; raises like `feed`."""
         self._choices[index].add(update)
 
     def whole(self) -> dict[str, Any]:
-        """The object of all choices, once they have ended; raises as `feed`."""
+        """The object of all choices, once they have ended; raises like `feed`."""
         choices = _made(lambda: [choice.whole() for choice in self._choices])
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Tokens so far. A prompt counts once, however many completions it has."""
+        """Tokens so far; a prompt counts once, whatever its number of completions."""
         prompt = sum(map(len, self._asked.prompts))
         completion = sum(choice.num_tokens for choice in self._choices)
         return {
@@ -89,15 +89,15 @@ class Response:
 
 
 class Choice:
-    """One completion of a response. It uses either `feed` or `add`, throughout."""
+    """One completion of a response. It uses only one of `feed` and `add`."""
 
     def __init__(self, asked: CompletionsAsked, index: int, vocabulary: Vocabulary) -> None:
         self._asked, self._index, self._vocabulary = asked, index, vocabulary
         self._completion = Completion(logprobs=None if asked.params.logprobs is None else [])
         self._text = TextStream(vocabulary.tokenizer, asked.params.stop_strings)
         self._pieces = Detokenizer(vocabulary.tokenizer)
-        self._num_told = 0
-        self._tells_tokens = asked.body.draft_positions or asked.params.logprobs is not None
+        self._num_shaped = 0
+        self._with_tokens = asked.body.draft_positions or asked.params.logprobs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +105,7 @@ class Choice:
         return len(self._completion.token_ids)
 
     def add(self, update: Update) -> None:
-        """Takes an update.
+        """Add an update.
 
         Raises:
             CompletionFailed: it ended with an error or was aborted.
@@ -120,13 +120,13 @@ class Choice:
             raise CompletionFailed(update.error or f"the completion ended with {update.finish_reason!r}")
 
     def feed(self, update: Update) -> dict[str, Any] | None:
-        """Takes an update: the choice of a chunk, with what is new; None where a client would see nothing new.
+        """Add an update; return the choice of a chunk with the new text, or None if there is nothing new.
 
-        Bytes of a character that is not complete yet, and what may begin a stop string, are held back.
+        Holds back bytes of an incomplete character, and text that may begin a stop string.
         """
         self.add(update)
         text = self._new_text()
-        if not text and update.finish_reason is None and not (self._tells_tokens and update.token_ids):
+        if not text and update.finish_reason is None and not (self._with_tokens and update.token_ids):
             return None
         if self._asked.is_chat:
             return self._shaped({"delta": {"content": text} if text else {}})
@@ -143,17 +143,17 @@ class Choice:
         text: object = self._text.feed(self._completion)
         if not isinstance(text, str):
             raise TypeError(f"expected text, got {type(text).__name__}")
-        text.encode()  # what UTF-8 has not, JSON has not
+        text.encode()  # JSON cannot have what UTF-8 cannot encode
         return text
 
     def _shaped(self, text: dict[str, Any]) -> dict[str, Any]:
-        """A choice of these words, with what was asked to be told of the tokens that were not told yet."""
-        completion, new = self._completion, slice(self._num_told, None)
-        self._num_told = self.num_tokens
+        """A choice with this text, and the requested details of its new tokens."""
+        completion, new = self._completion, slice(self._num_shaped, None)
+        self._num_shaped = self.num_tokens
         token_ids, logprobs = completion.token_ids[new], None
         before = len(self._pieces.text)
-        # Nothing while a character is incomplete: pieces join to the text.
-        pieces = [self._pieces.feed(token) for token in token_ids] if self._tells_tokens else []
+        # A piece is empty while its character is incomplete: all pieces join to the text.
+        pieces = [self._pieces.feed(token) for token in token_ids] if self._with_tokens else []
         if pieces and completion.finish_reason is not None:
             pieces[-1] += self._pieces.finish()
         if completion.logprobs is not None and self._asked.is_chat:
@@ -196,23 +196,23 @@ class Choice:
     ) -> dict[str, Any]:
         content = []
         for token, place in zip(token_ids, places, strict=True):
-            # The chosen one comes first, and may be one too many.
+            # The chosen token comes first, and may be beyond the number requested.
             likely = list(place.items())[len(place) - (self._asked.params.logprobs or 0) :]
             likely.sort(key=lambda item: -item[1].logprob)
-            top = [self._told(*item) for item in likely]
-            content.append(self._told(token, place[token]) | {"top_logprobs": top})
+            top = [self._token_logprob(*item) for item in likely]
+            content.append(self._token_logprob(token, place[token]) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _told(self, token: int, logprob: Logprob) -> dict[str, Any]:
+    def _token_logprob(self, token: int, logprob: Logprob) -> dict[str, Any]:
         given = list(self._vocabulary.bytes_of(token))
         return {"token": self._vocabulary.text_of(token), "logprob": _finite(logprob), "bytes": given}
 
 
 def _made(make: Callable[[], T]) -> T:
-    """What it makes of a completion's tokens. Why it cannot goes to the client; the log, which has no texts, has where.
+    """The result of `make`. The client gets an error's text, which may quote the completion; the log gets its location.
 
     Raises:
-        CompletionFailed: it cannot.
+        CompletionFailed: `make` failed.
     """
     try:
         return make()
@@ -222,8 +222,8 @@ def _made(make: Callable[[], T]) -> T:
         if not is_request_error(error):
             raise
         at = traceback.extract_tb(error.__traceback__)[-1]
-        log.error("a completion has no text: %s at %s:%d", type(error).__name__, at.filename, at.lineno or 0)
-        why = f"the completion's text cannot be made: {type(error).__name__}: {str(error)[:300]}"
+        log.error("detokenizing failed: %s at %s:%d", type(error).__name__, at.filename, at.lineno or 0)
+        why = f"detokenizing the completion failed: {type(error).__name__}: {str(error)[:300]}"
         raise CompletionFailed(why) from None
 
 
@@ -232,7 +232,7 @@ def _finite(logprob: Logprob) -> float:
 
 
 def model_object(limits: ModelLimits, created: int) -> dict[str, Any]:
-    """The model of /v1/models/NAME; created: seconds since 1970."""
+    """The object of /v1/models/NAME; created: seconds since 1970."""
     return {
         "id": limits.model_name,
         "object": "model",
@@ -250,5 +250,5 @@ def models_object(limits: ModelLimits, created: int) -> dict[str, Any]:
 
 
 def tokenize_object(token_ids: list[int], limits: ModelLimits) -> dict[str, Any]:
-    """The answer of /tokenize, as vLLM's."""
+    """The response of /tokenize, as in vLLM."""
     return {"count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids}

@@ -1,4 +1,4 @@
-"""Which names the server answers to, and which web pages may use it: those in a user's browser reach localhost, too."""
+"""Checks of `Host` and `Origin`: web pages in a user's browser can reach servers on localhost, too."""
 
 import re
 from dataclasses import replace
@@ -14,12 +14,12 @@ from mla_compile.serving.failures import Failure
 from mla_compile.serving.settings import ServerSettings
 
 _PROBES = ("/health", "/ready")
-"""Load balancers ask by address, and a page learns nothing from the answer."""
+"""Not checked: load balancers use addresses, and the responses reveal nothing to a page."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s:/@\[\]]+))(?::\d*)?", re.IGNORECASE)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address can only be this machine."""
+    """Whether a name or address always means this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -27,7 +27,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_at(host: str, settings: ServerSettings) -> ServerSettings:
-    """With a check of `Host` where only this machine can connect: a web page may have another name point here."""
+    """Check `Host` if only this machine can connect: DNS rebinding lets a page's name resolve to it."""
     return (
         replace(settings, allowed_hosts=("localhost", *settings.allowed_hosts))
         if is_loopback(host)
@@ -36,12 +36,12 @@ def listening_at(host: str, settings: ServerSettings) -> ServerSettings:
 
 
 def checks(settings: ServerSettings) -> list[Middleware]:
-    """Middleware that refuses other names and pages, and answers the browsers of the pages that are allowed."""
+    """Middleware that rejects other hosts and origins, and answers CORS requests of allowed origins."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,
         allow_methods=("GET", "POST"),
-        allow_headers=("*",),  # clients send headers of their own
+        allow_headers=("*",),  # clients send various headers
         expose_headers=("Retry-After",),
         allow_private_network=True,
     )
@@ -63,11 +63,11 @@ class _Check:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if self._hosts and not (len(hosts) == 1 and self._is_host(hosts[0])):
             given = ", ".join(map(repr, hosts))[:100] or "nothing"
-            message = f"Host: expected a name that --allowed-hosts has, got {given}"
+            message = f"Host: expected a name in --allowed-hosts, got {given}"
             return Failure(message, status=421).response()
         for origin in origins:
             if not self._is_origin(origin, hosts):
-                message = f"Origin: expected one that --allowed-origins has, got {origin[:100]!r}"
+                message = f"Origin: expected one of --allowed-origins, got {origin[:100]!r}"
                 return Failure(message, status=403).response()
         return None
 
@@ -78,7 +78,7 @@ class _Check:
         return "*" in self._hosts or name in self._hosts or ("localhost" in self._hosts and is_loopback(name))
 
     def _is_origin(self, origin: str, hosts: list[str]) -> bool:
-        """The server's own page is, and a page without an origin is not."""
+        """Whether an origin is allowed: the server's own is, "null" is not."""
         is_own = origin.lower() in [
             f"{scheme}://{host}".lower() for scheme in ("http", "https") for host in hosts
         ]

@@ -1,4 +1,4 @@
-"""Processes of the server's own: a module that is run with one end of a connection."""
+"""Child processes of the server: each runs a module with one end of a connection."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 
 
 def start(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Run `python -m module FD`; FD is its end of the connection that is returned.
+    """Run `python -m module FD`, with FD the other end of the returned connection.
 
-    Not by `multiprocessing`, which would run the caller's main module again.
+    `multiprocessing` would run the caller's main module again.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -20,20 +20,20 @@ def start(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
             [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # with the processes that it starts, so that they end together
+            start_new_session=True,  # a process group, so that its children end with it
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
     return process, Connection(ours.detach())
 
 
 def leave_signals() -> None:
-    """In such a process: Ctrl-C, and the SIGTERM that systemd sends to all of a service, are for the server alone."""
+    """Ignore Ctrl-C and SIGTERM in a child process: systemd sends it to a whole service; the server handles both."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process and those that it has started, unless they have ended by themselves. Its exit status."""
+    """Kill a process and its children, if they still run; return its exit status."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()

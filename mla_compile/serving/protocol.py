@@ -1,4 +1,4 @@
-"""HTTP as uvicorn and httptools read it, within bounds: all of this comes before anybody is asked for a key."""
+"""HTTP parsing by uvicorn and httptools within bounds, as it happens before any check of an API key."""
 
 import json
 from typing import ClassVar, NoReturn
@@ -9,40 +9,39 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from mla_compile.serving.failures import Failure
 
 MAX_HEAD_BYTES = 2**16
-"""Of a request's line and headers together, of what stands between two parts of a body, and of trailers."""
+"""Bound of a request's line and headers together, of the bytes between two parts of a body, and of trailers."""
 MAX_HEADERS = 128
-"""Of a request, trailers included."""
+"""Headers of a request, trailers included."""
 MAX_HELD_BYTES = 2**25
-"""What the heads of all connections take together."""
+"""Bytes of the heads of all connections together."""
 _PIECE = 2**12
-"""Bytes that are parsed at a time: the bounds are as exact as that."""
+"""Bytes parsed at a time, which is the precision of the bounds."""
 _HEADER_COST, _REQUEST_COST = 2**8, 2**12
-"""Bytes of Python objects: of a header, and of a request that waits for the answer to the one before it."""
+"""Bytes of Python objects for a header, and for a pipelined request."""
 _LINGER_SECONDS = 1.0
-"""How long more is read and dropped after a refusal: many a client reads no answer before it has sent all."""
-_TOO_LONG = f"the request's head has more than {MAX_HEAD_BYTES} bytes"
+"""How long data is read and dropped after a refusal: many clients send all before they read a response."""
+_TOO_LONG = f"the request head exceeds {MAX_HEAD_BYTES} bytes"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection whose heads take bounded memory, as do those of all connections together.
+    """A connection with bounded memory for request heads; all connections together have a bound too.
 
-    Requests sent before the one before them is answered count together, bodies included. Where all connections exceed
-    their bound, those that hold the most are closed: a client whose head is short and comes at once loses nothing to
-    others.
+    Pipelined requests of a connection count together, bodies included. If all connections exceed their bound, those
+    that hold the most are closed, so clients with short heads that arrive at once are not affected.
     """
 
     all_held: ClassVar[int] = 0
     _held = 0
-    """This connection's part of it."""
+    """This connection's share of `all_held`."""
     _head_bytes = 0
-    """Of complete heads: of the newest request, and of those that wait with it."""
+    """Bytes of complete heads: of the newest request and the pipelined ones."""
     _new_bytes = 0
-    """Of what has come since a head, a part of a body or a message was complete."""
+    """Bytes received since a head, a part of a body or a message was complete."""
     _excess = ""
-    """Which bound has stopped the parser."""
+    """The message of the bound that stopped the parser."""
     _is_refused = False
     _running: RequestResponseCycle | None = None
-    """The request that is answered; `cycle` is the newest."""
+    """The request being answered; `cycle` is the newest."""
 
     def data_received(self, data: bytes) -> None:
         for begin in range(0, len(data), _PIECE):
@@ -58,7 +57,7 @@ class BoundedHttp(HttpToolsProtocol):
         while BoundedHttp.all_held > MAX_HELD_BYTES:
             ours = (each for each in self.connections if isinstance(each, BoundedHttp))
             largest = max(ours, key=lambda each: each._held)
-            largest._refuse(431, f"the heads of all requests have more than {MAX_HELD_BYTES} bytes")
+            largest._refuse(431, f"the heads of all requests exceed {MAX_HELD_BYTES} bytes")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -80,7 +79,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._new_bytes = 0
         super().on_headers_complete()
         if self.pipeline:
-            self.flow.resume_reading()  # uvicorn reads no more, and so would not see the client hang up
+            self.flow.resume_reading()  # uvicorn pauses reading, which would hide a disconnect
 
     def on_body(self, body: bytes) -> None:
         self._new_bytes = 0
@@ -93,7 +92,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser has stopped. uvicorn's own would stand amid the answer to the request before."""
+        """Called when the parser stops. uvicorn's own would write into the response to the previous request."""
         self._refuse(431 if self._excess else 400, self._excess or msg)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -101,31 +100,31 @@ class BoundedHttp(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _stop(self, excess: str) -> NoReturn:
-        """Stop the parser, which calls this."""
+        """Stop the parser from one of its callbacks."""
         self._excess = excess
         raise ValueError(excess)
 
     def _is_answering(self) -> bool:
-        return not getattr(self.cycle, "response_complete", True)  # before the first request there is none
+        return not getattr(self.cycle, "response_complete", True)  # `cycle` is None before the first request
 
     def _hold(self, num_bytes: int) -> None:
         BoundedHttp.all_held += num_bytes - self._held
         self._held = num_bytes
 
     def _end(self) -> None:
-        """End the request that runs, drop those that wait, and free what was read."""
+        """End the running request, drop the pipelined ones, and free the data read."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         self.pipeline.clear()
-        # The parser has the beginning of a header, too.
+        # The parser also holds a partial header.
         self.parser = self.scope = None  # type: ignore[assignment]
         self.headers, self.url = [], b""
         self._head_bytes = self._new_bytes = 0
         self._hold(0)
 
     def _refuse(self, status: int, message: str) -> None:
-        # While a request is answered a refusal would stand amid that, unless it is of the request itself: of its body.
+        # A refusal must not be written into a response, unless it answers that request's own body.
         can_answer = not self._is_answering() or (
             self.cycle is self._running and self.cycle.more_body and not self.cycle.response_started
         )

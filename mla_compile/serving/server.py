@@ -22,36 +22,36 @@ log = logging.getLogger(__name__)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells where it listens and when it is ready; drops clients that do nothing; drains before it exits."""
+    """Logs its address and when it is ready, drops idle clients, and drains before it exits."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
         self._server = server
-        self._telling: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
         self._stopping: list[asyncio.Task[None]] = []
-        self._silent: dict[tuple[Any, Any], float] = {}  # since when a connection has asked for nothing
+        self._silent: dict[tuple[Any, Any], float] = {}  # when a connection became idle
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
             self._limit_stalls()
-            self._telling = asyncio.create_task(self._tell())
+            self._announcing = asyncio.create_task(self._announce())
 
     def _limit_stalls(self) -> None:
-        """Where the kernel can, it hangs up on clients that take nothing, whatever is on its way to them."""
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from the socket that listens
+        """Let the kernel, where it can, close connections whose clients do not read."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it from the listening socket
             milliseconds = int(1000 * self._server.settings.stall_seconds)
             for each in self.servers[0].sockets:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Called ten times a second."""
         if counter % 10 == 0:
             self._drop_silent()
         return await super().on_tick(counter)
 
     def _drop_silent(self) -> None:
-        """uvicorn itself waits for ever for a request's head. A connection's `cycle` is its newest request."""
+        """Close idle connections: uvicorn waits forever for a request head. `cycle` is the newest request of one."""
         now = time.monotonic()
         cycles = [(each, getattr(each, "cycle", None)) for each in self.server_state.connections]
         self._silent = {
@@ -63,7 +63,7 @@ class _Uvicorn(uvicorn.Server):
             if now - since > self._server.settings.stall_seconds:
                 connection.transport.close()
 
-    async def _tell(self) -> None:
+    async def _announce(self) -> None:
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("listening at %s, loading %s", url, self._server.settings.served_model_name)
@@ -71,7 +71,7 @@ class _Uvicorn(uvicorn.Server):
         if self._server.failure is not None:
             self.should_exit = True
         else:
-            gc.freeze()  # what is there by now stays: nothing in it is looked at again for garbage
+            gc.freeze()  # garbage collection skips the objects made so far
             log.info("ready: %s", url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -81,17 +81,15 @@ class _Uvicorn(uvicorn.Server):
 
     async def _stop(self, seconds: float) -> None:
         if count := self._server.num_running:
-            log.info(
-                "stopping: %d completion%s under way may take %g s more", count, "s" * (count > 1), seconds
-            )
+            log.info("shutting down: %d completion%s may take %g s more", count, "s" * (count > 1), seconds)
         else:
-            log.info("stopping: nothing runs")
+            log.info("shutting down: nothing is running")
         await self._server.drain(seconds)
         self.should_exit = True
 
 
 class _Printable(logging.Formatter):
-    """A record is one line, whatever clients have sent, and further lines of a traceback begin with blanks."""
+    """Keeps a record on one line, whatever clients send, and indents a traceback's lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record).strip())
@@ -101,15 +99,15 @@ class _Printable(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """With escapes for characters that would move a terminal's cursor, begin a line, or worse."""
+    """Escape control characters, which could move a terminal's cursor or start a line."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def serve(settings: ServerSettings, *, host: str, port: int) -> None:
-    """Serve until SIGTERM, after which running requests have `shutdown_seconds`, or until Ctrl-C or another signal.
+    """Serve until SIGTERM, which gives running requests `shutdown_seconds`, or until Ctrl-C.
 
     Raises:
-        MLAError: a mistake in the settings. SystemExit: the port is taken, or the engine cannot be started.
+        MLAError: a bad setting. SystemExit: the port is taken, or the engine failed to start.
     """
     app = create_app(listening_at(host, settings))
     server: Server = app.state.server
@@ -117,7 +115,7 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
     handler.setFormatter(_Printable("mla-compile: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mla_compile.serving").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each request that is no HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every invalid HTTP request
     config = uvicorn.Config(
         app,
         host=host,
@@ -128,7 +126,7 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         ws="none",
         timeout_graceful_shutdown=5,
         server_header=False,
-        proxy_headers=False,  # a header names the client where --client-header says so, and nowhere else
+        proxy_headers=False,  # only --client-header may name the client
     )
     _Uvicorn(config, server).run()
     if isinstance(server.failure, MLAError):

@@ -1,4 +1,4 @@
-"""What a server is set to."""
+"""The settings of a server."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -21,25 +21,25 @@ def _default_engine() -> "EngineConfig":
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(CheckpointSettings):
-    """The settings of a server: those of its checkpoint, on the CPU by default, these, and the ones of flags below.
+    """The settings of a server: of its checkpoint, on the CPU by default, these, and the flags below.
 
     Args:
         model: a directory in Hugging Face format.
-        engine: of the one engine.
-        allowed_hosts: names in `Host` that requests may come by; `localhost` is any of this machine, "*" any at all.
-            None for no check. The command adds `localhost` where it listens on this machine only.
+        engine: settings of the engine.
+        allowed_hosts: accepted names in `Host`; `localhost` is any name of this machine, "*" any name. Empty: not
+            checked. The command adds `localhost` if it listens on this machine only.
         allowed_origins: of web pages that may use the server, as browsers send them, or "*"; its own page always may.
-        api_keys: any of them opens `/v1` and `/tokenize`; none for everybody.
-        client_header: of a request, whose last entry names the client; a proxy in front must set it. Several keys name
-            clients before it; without either it is the address.
-        max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room, but for
-            those of a client that has less than an equal share.
+        api_keys: `/v1` and `/tokenize` require one of them; empty: no key is needed.
+        client_header: a header whose last entry identifies the client; a proxy in front must set it. With several
+            keys the key identifies the client instead; with neither, the address does.
+        max_waiting: requests that may wait beyond the `max_rows` running ones; further ones are rejected until there
+            is room, except those of a client with less than an equal share.
         max_body_bytes: of a request.
-        stall_seconds: a client that reads nothing, or does not finish its request, for so long is dropped.
-        grammar_seconds, grammar_bytes: compiling a grammar takes at most so much.
+        stall_seconds: the server drops a client that does not read, or does not finish its request, for this long.
+        grammar_seconds, grammar_bytes: limits of compiling a grammar.
 
     Raises:
-        MLAError: a bad argument, named.
+        MLAError: a bad argument.
     """
 
     model: Path = SHIPPED_MODEL
@@ -50,20 +50,20 @@ class ServerSettings(CheckpointSettings):
     grammar_seconds: float = 5.0
     grammar_bytes: int = 2**31
     served_model_name: str = setting(
-        "", "serve", "What clients call the model.", metavar="NAME", show_default="the directory's name"
+        "", "serve", "The model's name in requests.", metavar="NAME", show_default="the directory's name"
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "serve",
-        "Names that clients may ask by; localhost: any of this machine, *: all.",
+        "Accepted names in Host; localhost: any of this machine, *: all.",
         kind=str | None,
         metavar="NAME,NAME,...",
-        show_default="all, and localhost where --host is of this machine",
+        show_default="all; localhost if --host is of this machine",
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
         "serve",
-        "Web pages that may ask, as https://example.com; *: all.",
+        "Origins of web pages that may use the server, such as https://example.com; *: all.",
         kind=str | None,
         metavar="URL,URL,...",
         show_default="the server's own page",
@@ -71,28 +71,28 @@ class ServerSettings(CheckpointSettings):
     max_waiting: int = setting(
         256,
         "serve",
-        "Requests that may wait; further ones of a client with its share get status 429.",
+        "Requests that may wait; further ones of a client with an equal share get status 429.",
         least=1,
         metavar="N",
     )
     client_header: str | None = setting(
         None,
         "serve",
-        "The header in which a proxy names the client, X-Forwarded-For say; the proxy must set it.",
+        "The header that identifies the client, such as X-Forwarded-For; a proxy must set it.",
         metavar="NAME",
-        show_default="clients are known by their keys, or addresses",
+        show_default="the key, or the address",
     )
     request_seconds: float = setting(
         600.0,
         "serve",
-        "A completion that takes longer is ended.",
+        "Completions that take longer are ended.",
         names=["--request-timeout"],
         metavar="SECONDS",
     )
     shutdown_seconds: float = setting(
         30.0,
         "serve",
-        "What running requests get to end, after SIGTERM.",
+        "Time for running requests to finish after SIGTERM.",
         names=["--shutdown-timeout"],
         metavar="SECONDS",
     )
@@ -101,7 +101,7 @@ class ServerSettings(CheckpointSettings):
         object.__setattr__(self, "device", self.device or "cpu")
         if not self.served_model_name:
             object.__setattr__(self, "served_model_name", self.model.resolve().name)
-        if not self.served_model_name.isprintable():  # it stands in the log
+        if not self.served_model_name.isprintable():  # it is logged
             raise MLAError("served_model_name", "printable characters", repr(self.served_model_name))
         for host in self.allowed_hosts:
             if not re.fullmatch(r"[a-z0-9_.-]+|(?=.*:.*:)[a-f0-9:.]+|\*", host):
@@ -113,12 +113,12 @@ class ServerSettings(CheckpointSettings):
                 raise MLAError("allowed_origins", expected, repr(origin))
         if self.dtype not in ("float32", "bfloat16"):
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
-        if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # what a header can hold
+        if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # the characters of a header
             raise MLAError("api_keys", "keys of printable ASCII characters without spaces", "others")
         if self.client_header is not None and not re.fullmatch(
             r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.client_header
         ):
-            raise MLAError("client_header", "the name of a header", repr(self.client_header))
+            raise MLAError("client_header", "a valid header name", repr(self.client_header))
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in (int, float) and not (isinstance(value, int | float) and value > 0):

@@ -1,4 +1,4 @@
-"""Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
+"""Reads bodies and writes answers; a client that disconnects or stalls ends its request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -15,26 +15,26 @@ from mla_compile.serving.settings import ServerSettings
 T = TypeVar("T")
 
 MAX_WHOLE_BODIES = 16
-"""What the bodies of all requests take together, in bodies of the size that one may have."""
-_LET_BY = 1.0
-"""Seconds that the next part of a body that is too long is waited for."""
+"""Bound of all bodies together, in multiples of `max_body_bytes`."""
+_DRAIN_SECONDS = 1.0
+"""Seconds to wait for the next part of a body that is too long."""
 
 
 class ClientGone(Exception):
-    """Nobody reads an answer, or will send the rest of a request."""
+    """The client has disconnected."""
 
 
 async def gone(receive: Receive) -> None:
-    """Return when the client has hung up."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` gives.
+    """The result of `work`.
 
     Raises:
-        ClientGone: the client has hung up before; the work was cancelled.
+        ClientGone: the client disconnected first; the work was cancelled.
     """
     task, watcher = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
     try:
@@ -49,23 +49,23 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class Bodies:
-    """Bodies of requests, until they are parsed.
+    """Request bodies that are not parsed yet.
 
-    Where all exceed their bound, the largest are given up: a client whose body is short loses nothing to others.
+    If they exceed their bound together, the largest are dropped, so clients with short bodies are not affected.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._sizes: dict[asyncio.Timeout, int] = {}  # by what ends the request
+        self._sizes: dict[asyncio.Timeout, int] = {}  # by the timeout that ends the request
         self.num_bytes = 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, which counts until the context ends.
+        """A request's body, which counts toward the bound until the context ends.
 
         Raises:
-            BadRequest: it has too many bytes, or does not come in time. ClientGone: the client has hung up.
-            BodiesFull: it was given up, also where that happens within the context.
+            BadRequest: it is too long, or does not arrive in time. ClientGone: the client disconnected.
+            BodiesFull: it was dropped, possibly within the context.
         """
         timeout = asyncio.timeout(None)
         try:
@@ -96,24 +96,24 @@ class Bodies:
                 async for part in request.stream():
                     is_too_long = is_too_long or len(body) + len(part) > most
                     if is_too_long:
-                        # What follows is let by while it comes: many a client reads no answer before it has sent all.
+                        # Reads and drops the rest as it arrives: many clients send all before they read a response.
                         body.clear()
-                        limit.reschedule(min(end, now() + _LET_BY))
+                        limit.reschedule(min(end, now() + _DRAIN_SECONDS))
                     else:
                         body += part
                     self._count(timeout, len(body))
         except TimeoutError:
             if not is_too_long:
-                raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+                raise BadRequest("the body did not arrive in time", None, "request_timeout", 408) from None
         except ClientDisconnect:
             raise ClientGone from None
         if is_too_long:
-            raise BadRequest(f"the body has more than {most} bytes", None, "request_too_large", 413)
+            raise BadRequest(f"the request body exceeds {most} bytes", None, "request_too_large", 413)
         return bytes(body)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. on_end: called when no more come, or the client has hung up."""
+    """Server-sent events. on_end: called after the last event, or when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -123,7 +123,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGone):  # nobody is there to be told
+            with suppress(ClientGone):  # there is no client to answer
                 async with aclosing(self._events):
                     await while_connected(receive, self.stream_response(send))
         finally:

@@ -1,4 +1,4 @@
-"""What single tokens stand for. Text may split a character's bytes over several."""
+"""Bytes and texts of single tokens. Several tokens may share the bytes of one character."""
 
 import re
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Vocabulary:
     """Bytes and texts of a tokenizer's ids.
 
-    tokenizer: a fast one, of byte-level BPE (as DeepSeek's and GLM's) or of SentencePiece's kind.
+    tokenizer: a fast one, with byte-level BPE (like DeepSeek's and GLM's) or like SentencePiece's.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -26,7 +26,7 @@ class Vocabulary:
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def bytes_of(self, token: int) -> bytes:
-        """A token's share of a text's bytes; a special one's name."""
+        """A token's bytes in a text; for a special token, its name."""
         if token in self._added:
             return self._added[token].encode()
         name: str = self._backend.id_to_token(token) or ""  # a model may have more ids than its tokenizer
@@ -37,7 +37,7 @@ class Vocabulary:
         return name.replace("▁", " ").encode()
 
     def text_of(self, token: int) -> str:
-        """A token's text, and for a part of a character its bytes as OpenAI writes them: `bytes:\\xf0\\x9f`."""
+        """A token's text; for part of a character, its bytes in OpenAI's notation: `bytes:\\xf0\\x9f`."""
         given = self.bytes_of(token)
         try:
             return given.decode()

@@ -68,7 +68,7 @@ def without_mtp(copy: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is, nothing says how long it has been waiting."""
+    """Slow machines print no progress lines."""
     monkeypatch.setattr("mla_compile.progress.PATIENCE", 3600)
 
 

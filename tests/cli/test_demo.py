@@ -32,7 +32,7 @@ def test_the_demo_runs_on_one_thread_so_that_a_busy_core_does_not_slow_it(demo):
 
 
 def test_the_demo_fails_if_a_wrong_draft_is_accepted(demo, monkeypatch):
-    accept = SpeculativeDecoder._accept
+    accept = SpeculativeDecoder._accept  # nothing public accepts a wrong draft
 
     def accept_all(self, state, targets, q_lens):
         count, active = accept(self, state, targets, q_lens)

@@ -20,20 +20,20 @@ from tests.kernel_cases import BACKENDS
 ROOT = Path(__file__).parents[2]
 
 
-def rows(text):
+def facts(text):
     """The values of the first part, by name, each on one line."""
     first = text.partition("\n\n")[0].replace("\n" + " " * 15, " ")
     return {line[:15].strip(): line[15:] for line in first.splitlines()}
 
 
 def ops(text):
-    """What `env` says of each op."""
+    """The working implementations that `env` prints, by op."""
     text = text[text.index("\nops on ") :].partition("fastest first")[2].replace("\n" + " " * 27, " ")
     return {line[2:27].strip(): line[27:].split(", ") for line in text.splitlines()[1:]}
 
 
 def implementations(text):
-    """What `env --verbose` says of each implementation, by op and name."""
+    """The text that `env --verbose` prints, by op and implementation."""
     text = text[text.index("\nops on ") :].partition("fastest first\n")[2].replace("\n" + " " * 24, " ")
     found = {}
     for line in text.splitlines():
@@ -47,7 +47,7 @@ def implementations(text):
 def test_env_names_versions_and_devices(run):
     result = run("env")
     assert (result.exit_code, result.stderr) == (0, "")
-    found = rows(result.stdout)
+    found = facts(result.stdout)
     assert found["mla-compile"] == mla_compile.__version__
     assert found["torch"] == torch.__version__
     assert platform.python_version() in found["python"]
@@ -59,37 +59,39 @@ def fits_a_terminal(result):
     return all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_env_is_a_page_that_says_what_serves_each_op_here(run):
+def test_env_is_a_page_with_the_working_implementations_of_each_op(run):
     result = run("env")
     assert fits_a_terminal(result) and len(result.stdout.splitlines()) < 50
     assert "does not work" not in result.stdout
     here = Call(*describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     assert ops(result.stdout) == {
-        op: [row.name for row in table if row.why_not(here) is None]
+        op: [candidate.name for candidate in table if candidate.why_not(here) is None]
         for op, table in library.tables.items()
         if table
     }
 
 
-def test_verbose_says_of_every_implementation_what_it_takes_and_why_it_does_not_work(run, monkeypatch):
+def test_verbose_gives_each_implementations_limits_and_why_it_does_not_work(run, monkeypatch):
     newer = replace(BACKENDS["by_token"], name="newer", packages=("no_such_package",))
     monkeypatch.setitem(library.tables, "mla_decode", (newer, *DECODE_BACKENDS))
     result = run("env", "--verbose")
     assert fits_a_terminal(result)
     found = implementations(result.stdout)
-    assert list(found) == [(op, row.name) for op, table in library.tables.items() for row in table]
-    dtypes = ". Takes dtype: float16, bfloat16, float32, float64"
+    assert list(found) == [
+        (op, candidate.name) for op, table in library.tables.items() for candidate in table
+    ]
+    dtypes = ". Requires dtype: float16, bfloat16, float32, float64"
     lacking = "does not work: needs the Python package no_such_package, which is not installed"
     assert found["mla_decode", "newer"] == f"batch-invariant; {lacking}{dtypes}"
     assert found["mla_decode", "by_token"] == f"batch-invariant; works{dtypes}"
     assert found["mla_decode", "reference"] == f"works{dtypes}"
     uniform = "not captured; query tokens: the same number in every row; "
     assert found["mla_decode", "flashinfer"].startswith(uniform)
-    assert found["mla_append", "reference"] == "works", "it cannot be asked for a batch-invariant one"
+    assert found["mla_append", "reference"] == "works", "this op has no batch-invariant choice"
     assert found["mla_prefill", "by_token"] == "batch-invariant; works"
     widths = "qk_head_dim: 8..256 by 8; v_head_dim: 8..256 by 8"
-    assert found["mla_prefill", "flash_attn"].endswith(f"Takes dtype: float16, bfloat16; {widths}")
-    absorbed = found["mla_prefill", "absorbed"].partition("Takes ")[2].split("; ")
+    assert found["mla_prefill", "flash_attn"].endswith(f"Requires dtype: float16, bfloat16; {widths}")
+    absorbed = found["mla_prefill", "absorbed"].partition("Requires ")[2].split("; ")
     assert [limit.partition(": ")[0] for limit in absorbed[:3]] == ["dtype", "tokens", "keys per token"]
     assert absorbed[2].endswith(" or more")
     assert absorbed[3:] == ["kv_lora_rank: 1..512", "qk_rope_head_dim: 1..128"]
@@ -99,11 +101,16 @@ def test_verbose_says_of_every_implementation_what_it_takes_and_why_it_does_not_
         assert "does not work: runs on cuda, got cpu" in found["mla_decode", "triton"]
 
 
-SERVES_ANYWHERE = {row.name for table in library.tables.values() for row in table if row.device_types is None}
+SERVES_ANYWHERE = {
+    candidate.name
+    for table in library.tables.values()
+    for candidate in table
+    if candidate.device_types is None
+}
 
 
-def test_every_op_that_env_tells_of_comes_with_the_package():
-    """So that the table does not depend on what else has been imported."""
+def test_every_op_that_env_prints_comes_with_the_package():
+    """The table does not depend on other imports."""
     ops = "(op for op, table in tables.items() if table)"
     code = f"import mla_compile.ops; from mla_compile.ops.library import tables; print(*{ops})"
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -118,10 +125,10 @@ def test_version_is_the_packages(run):
 
 
 @pytest.mark.parametrize("lacking", ["compiler", "headers"])
-def test_env_says_what_the_cpu_compiler_lacks_and_how_to_mend_it(run, monkeypatch, lacking):
+def test_env_prints_what_the_cpu_compiler_lacks_and_a_hint(run, monkeypatch, lacking):
     if lacking == "compiler":
         monkeypatch.setattr("mla_compile.cli.machine.cpp_compiler", lambda: None)
     else:
         monkeypatch.setattr("mla_compile.cli.machine.sysconfig.get_path", lambda name: "/nowhere")
-    found = rows(run("env").stdout)
+    found = facts(run("env").stdout)
     assert found["C++ compiler"].startswith("unusable: ") and ": install" in found["C++ compiler"]

@@ -121,8 +121,8 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_dr
 
 
 @pytest.mark.long
-def test_drafts_without_an_mtp_layer_are_looked_up_in_the_text(complete, without_mtp):
-    """The tiny model soon repeats itself, so what is looked up is mostly accepted."""
+def test_without_an_mtp_layer_ngram_lookup_drafts(complete, without_mtp):
+    """The tiny model soon repeats itself, so its drafts are mostly accepted."""
     flags = ([], ["--num-speculative-tokens", 2], ["--drafter", "ngram"])
     (plain,), *drafted = (
         complete([MIXED[0]], "--model", without_mtp, "--max-new-tokens", 40, *each) for each in flags
@@ -159,7 +159,7 @@ def test_without_a_temperature_it_is_greedy(complete):
 
 
 @pytest.mark.long
-def test_penalties_and_min_p_choose_tokens_and_logprobs_tell_of_them(complete):
+def test_penalties_and_min_p_choose_tokens_and_logprobs_show_them(complete):
     greedy = complete(MIXED)
     penalties = (
         ("--repetition-penalty", 1.5),
@@ -169,9 +169,9 @@ def test_penalties_and_min_p_choose_tokens_and_logprobs_tell_of_them(complete):
     for flags in penalties:
         assert complete(MIXED, *flags) != greedy
     assert complete(MIXED, "--temperature", 1, "--min-p", 1) == greedy
-    told = complete(MIXED, "--logprobs", 2)
-    assert [{key: line[key] for key in greedy[0]} for line in told] == greedy
-    for line in told:
+    lines = complete(MIXED, "--logprobs", 2)
+    assert [{key: line[key] for key in greedy[0]} for line in lines] == greedy
+    for line in lines:
         for token, place in zip(line["token_ids"], line["logprobs"], strict=True):
             assert len(place) == 2
             assert place[str(token)]["rank"] == 1
@@ -197,7 +197,7 @@ def test_the_compiled_step_gives_the_tokens_of_the_eager_one(complete):
     assert complete(MIXED, *drafts, "--compile") == eager
 
 
-def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
+def test_without_a_compiler_it_warns_and_runs_eagerly(generate, monkeypatch):
     expected = generate("--prompt", "hello").stdout
     monkeypatch.setattr("mla_compile.cli.machine.cpp_compiler", lambda: None)
     result = generate("--prompt", "hello", "--compile")
@@ -274,7 +274,7 @@ def test_a_grammar_goes_with_penalties_min_p_and_logprobs(complete):
     assert [line["text"] for line in plain] != [line["text"] for line in penalised]
 
 
-def test_a_grammar_that_comes_to_a_dead_end_is_told_of_with_the_completion(complete, generate, copy):
+def test_a_grammar_that_reaches_a_dead_end_is_an_error_of_the_completion(complete, generate, copy):
     pytest.importorskip("llguidance")
     file = copy / "tokenizer.json"
     file.write_text(file.read_text().replace('"z":', '"zz":'))  # so that no token spells a single z

@@ -23,14 +23,14 @@ MALFORMED = {
     "not json": "expected a JSON object",
     '{"prompt": "a"': "expected a JSON object",
     "[" * 100_000: "expected a JSON object",
-    "Once upon a time": 'expected a JSON object, {"prompt": TEXT} say, got "Once upon a time" (Expecting',
+    "Once upon a time": 'expected a JSON object such as {"prompt": TEXT}, got "Once upon a time" (Expecting',
     "[1, 2]": "expected one of",
     '"hello"': "expected one of",
     "{}": "expected one of",
     '{"prompt": "a", "prompt_token_ids": [1]}': "expected one of",
     '{"prompt": "a", "text": 3}': '"text": expected one of prompt, prompt_token_ids, temperature, ',
-    '{"prompt": "a", "prompt": "b"}': '"prompt": expected a key once, got it 2 times',
-    '{"prompt": "a", "seed": 1, "seed": 1}': '"seed": expected a key once',
+    '{"prompt": "a", "prompt": "b"}': '"prompt": expected a single occurrence, got 2',
+    '{"prompt": "a", "seed": 1, "seed": 1}': '"seed": expected a single occurrence',
     '{"prompt": "a", "temperature": "hot"}': "temperature: expected a finite number >= 0, got hot",
     '{"prompt": "a", "temperature": true}': "temperature: expected a finite number >= 0, got True",
     '{"prompt": "a", "temperature": -1}': "temperature: expected a finite number >= 0, got -1",
@@ -93,7 +93,7 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--logprobs", "21"], "--logprobs: expected"),
         (
             ["--prompt", "a", "--logprobs", "1"],
-            "--logprobs: expected a file that JSON lines go to, got --prompt without --output; add --output FILE",
+            "got --prompt without --output; add --output FILE",
         ),
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected"),
         (["--prompt", "a", "--top-k", "-2"], "--top-k: expected"),
@@ -132,7 +132,7 @@ def test_a_size_too_large_to_inspect_is_named(run, checkpoint, flag):
 
 
 @pytest.mark.parametrize("failing", ["Checkpoint.load", "fitting_engine"])
-def test_out_of_memory_says_what_to_reduce(generate, monkeypatch, failing):
+def test_out_of_memory_names_what_to_reduce(generate, monkeypatch, failing):
     monkeypatch.setattr(f"mla_compile.cli.generate.{failing}", lambda *_, **__: torch.empty(2**60))
     assert_one_line(
         generate("--prompt", "a"), "fewer or shorter prompts", "--dtype bfloat16", "allocate memory"
@@ -168,9 +168,7 @@ def test_an_input_file_that_cannot_be_read_is_named(generate, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     assert_one_line(generate("--input", tmp_path / "latin.jsonl"), "latin.jsonl", "UTF-8")
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert_one_line(
-        generate("--input", tmp_path / "empty.jsonl"), "at least one prompt, one a line, got none"
-    )
+    assert_one_line(generate("--input", tmp_path / "empty.jsonl"), "at least one prompt")
 
 
 def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(generate, tmp_path, monkeypatch):
@@ -179,7 +177,7 @@ def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(gen
         assert_one_line(generate("--prompt", "a", "--output", output), f"--output {output}")
     nowhere = generate("--prompt", "a", "--output", tmp_path / "none" / "out.jsonl").stderr
     assert "got No such file or directory" in nowhere and ".tmp" not in nowhere, (
-        "a file that nobody has named"
+        "the error names a temporary file"
     )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(GOOD)
@@ -187,7 +185,7 @@ def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(gen
     assert prompts.read_text() == GOOD
 
 
-def test_an_error_of_the_system_is_told_in_its_words():
+def test_an_error_of_the_system_keeps_its_words():
     for number in errno.errorcode:
         words = os.strerror(number)
         error = MLAError("--output out", "a file", OSError(number, words, "/a/temporary/file"))
@@ -311,7 +309,7 @@ BAD_VALUES = {
     Literal: ["x", "", "FLOAT32x"],
     bool: ["1"],
 }
-"""What a flag refuses by its type."""
+"""Values that a flag refuses by its type."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -19,13 +19,13 @@ def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
     name: str, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(getattr(published, name))
-    told = SimpleNamespace()
+    served = SimpleNamespace()
     monkeypatch.setattr(
-        serve, "_server", lambda replicas: lambda settings, **_: vars(told).update(it=settings)
+        serve, "_server", lambda replicas: lambda settings, **_: vars(served).update(it=settings)
     )
     result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    settings: Any = told.it
+    settings: Any = served.it
     assert settings.engine.num_speculative_tokens == drafts
 
 

@@ -81,7 +81,7 @@ def _is_accepted(key: str, value: object) -> bool:
 def test_a_key_that_comes_twice_is_named(tmp_path_factory, line, data):
     key = data.draw(st.sampled_from(sorted(line)))
     text = json.dumps(line)[:-1] + f', "{key}": 1}}'
-    with pytest.raises(MLAError, match=f'line 1: "{key}": expected a key once'):
+    with pytest.raises(MLAError, match=f'line 1: "{key}": expected a single occurrence'):
         parse(tmp_path_factory, text, SamplingParams())
 
 
@@ -94,7 +94,7 @@ def test_an_unknown_key_is_named(tmp_path_factory, key):
 
 def test_help_names_every_setting(run):
     text = " ".join(run("generate", "--help").stdout.split())
-    own = text.partition("settings of its own, by the names of SamplingParams")[2].partition("Options:")[0]
+    own = text.partition("its own settings, named as in SamplingParams")[2].partition("Options:")[0]
     assert all(f" {name}" in own for name in _SETTINGS)
 
 
@@ -107,11 +107,11 @@ def test_each_line_gets_what_it_asks_for(complete, checkpoint):
         HELLO | {"logprobs": 1},
         {"prompt_token_ids": [71, 68], "max_tokens": 30},
     ]
-    plain, short, sampled, told, long = complete(lines)
+    plain, short, sampled, with_logprobs, long = complete(lines)
     assert len(plain["token_ids"]) == 12
     assert short["token_ids"] == plain["token_ids"][:3]
     assert sampled["token_ids"][:12] != plain["token_ids"] and len(sampled["token_ids"]) == 20
-    assert told["token_ids"] == plain["token_ids"] and len(told["logprobs"]) == 12
+    assert with_logprobs["token_ids"] == plain["token_ids"] and len(with_logprobs["logprobs"]) == 12
     assert len(long["token_ids"]) == 30
     params = [SamplingParams(), SamplingParams(temperature=2.0, seed=5, max_tokens=20)]
     library = mla_compile.generate(
@@ -153,7 +153,7 @@ def test_blank_lines_are_skipped_and_each_other_line_keeps_its_number(tmp_path_f
     file.write_bytes(("\n".join(lines) + last).encode())
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbers:
-        with pytest.raises(MLAError, match="expected at least one prompt, one a line, got none"):
+        with pytest.raises(MLAError, match=r"--input .*at least one prompt"):
             read_prompts(None, file, SamplingParams())
         return
     found = read_prompts(None, file, SamplingParams())
@@ -168,7 +168,7 @@ def test_blank_lines_are_skipped_and_each_other_line_keeps_its_number(tmp_path_f
         read_prompts(None, file, SamplingParams())
 
 
-def test_an_output_line_says_which_line_it_belongs_to(generate, tmp_path):
+def test_an_output_line_has_the_number_of_its_input_line(generate, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('\n{"prompt": "hello"}\n\n   \n{"prompt": "hello", "n": 2}\n\n')
     one, two = map(json.loads, generate("--input", file).stdout.splitlines())

@@ -47,7 +47,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_whoever_asks_gets_the_same_graph(run, long, compiled, tmp_path, monkeypatch):
+def test_every_caller_gets_the_same_graph(run, long, compiled, tmp_path, monkeypatch):
     for module in ("mla_compile.engine_settings", "mla_compile.cli.demo"):
         monkeypatch.setattr(f"{module}.DEFAULT_DRAFTS", 1)  # a graph of three takes twice as long to trace
     assert run("demo", "--model", long, "--max-new-tokens", 4).exit_code == 0

@@ -157,11 +157,11 @@ def test_a_full_disk_behind_stdout_is_one_line(args):
         )
     *before, last = done.stderr.splitlines()
     assert done.returncode == 2
-    assert last == "mla-compile: standard output cannot be written: No space left on device"
+    assert last.endswith("standard output: No space left on device")
     assert all(line.endswith(" ...") for line in before)
 
 
-def test_a_reader_who_has_gone_ends_it_quietly():
+def test_a_closed_pipe_ends_it_quietly():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -110,7 +110,7 @@ def test_a_mistake_in_a_flag_is_named_with_what_was_meant(run, command, given, e
         (["run"], "No such command 'run'. Did you mean generate?"),
         (["frobnicate"], "No such command 'frobnicate'"),
         (["--vers"], "No such option: --vers. Did you mean --version?"),
-        (["--rows", "3", "inspect"], "--rows goes behind a command (inspect)"),
+        (["--rows", "3", "inspect"], "--rows must follow a command (inspect)"),
     ],
 )
 def test_other_mistakes_are_named_with_what_was_meant(run, args, message):

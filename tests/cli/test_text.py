@@ -88,7 +88,7 @@ def test_no_prompts_give_no_completions(checkpoint):
 
 
 def test_pieces_of_streamed_text_add_up_to_the_text(loaded):
-    """Tokens are random bytes, most of which are no character by themselves."""
+    """Tokens are random bytes, mostly parts of characters."""
     for seed in range(100):
         rng = random.Random(seed)
         token_ids = [rng.randrange(257) for _ in range(40)]

@@ -90,7 +90,7 @@ def test_text_that_a_tokenizer_cannot_read_is_a_named_error(copy):
         Checkpoint.load(copy).encode("hello")
 
 
-def test_no_error_of_a_config_speaks_of_the_tokenizer(generate, copy):
+def test_no_error_of_a_config_mentions_the_tokenizer(generate, copy):
     config = json.loads((copy / "config.json").read_text())
     for changes, expected in (
         ({"hidden_size": "big"}, "config.json: hidden_size: expected an integer"),

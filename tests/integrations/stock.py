@@ -36,7 +36,7 @@ def logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 def drafts(model: PreTrainedModel, mtp: MtpModel, tokens: list[int], k: int) -> list[int]:
-    """The k tokens that transformers' MTP layer proposes after `tokens`, the last of which the trunk has not read.
+    """The k tokens that transformers' MTP layer proposes after `tokens`; the trunk has not read the last of these.
 
     Each comes from a run over the whole text. The layer reads a token with the hidden state before it, which behind
     `tokens` is its own.

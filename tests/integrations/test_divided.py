@@ -1,4 +1,4 @@
-"""A model that is divided among processes is refused by name; that it could be divided is nothing to refuse."""
+"""A model that is divided among processes is refused by name; one that only has a plan is not."""
 
 import copy
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, restore
 from tests.integrations.families import stock_model
 
-REFUSED = r"expected a model that is whole in this process, got a \w+ that is divided"
+REFUSED = r"expected a model that is whole in this process, got a \w+ divided"
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ def proposals(monkeypatch) -> list[tuple[list[int], list[int]]]:
     return seen
 
 
-@pytest.mark.slow  # likewise
+@pytest.mark.slow  # slow too: every family
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_every_number_of_drafts_is_accepted_somewhere(family):
     k, model = 3, stock_model(family)

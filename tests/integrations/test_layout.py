@@ -1,4 +1,4 @@
-"""Weights of an accelerated model lie side by side; it is saved and restored as a stock one."""
+"""Weights of an accelerated model are packed adjacent; it is saved and restored as a stock one."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.integrations.stock import greedy
 
 
 def laid(model: Any) -> list[bool]:
-    """Of the weights of all layers that the table names: whether they lie side by side."""
+    """For each pair of weights in the table, in all layers: whether they are adjacent."""
     return [
         lies_before(getattr(module, first).weight, getattr(module, second).weight)
         for module in model.modules()
@@ -71,7 +71,7 @@ def test_weights_of_the_mtp_layer_too() -> None:
     assert not any(laid(mtp)) and not any(laid(model))
 
 
-def test_an_mtp_layer_that_serves_no_more_gets_its_memory_back() -> None:
+def test_an_mtp_layer_that_is_no_longer_used_gets_its_memory_back() -> None:
     model, mtp, _ = with_mtp("glm4_moe_lite")
     accelerate(model, num_speculative_tokens=1, mtp=mtp, compile=False)
     accelerate(model, compile=False)
@@ -80,7 +80,7 @@ def test_an_mtp_layer_that_serves_no_more_gets_its_memory_back() -> None:
     assert not any(laid(model))
 
 
-def test_a_converted_model_is_laid_again_and_its_tokens_are_those_of_stock(model: Any) -> None:
+def test_a_converted_model_is_packed_again_and_its_tokens_are_those_of_stock(model: Any) -> None:
     accelerate(model.half(), compile=False, max_rows=len(prompts()))
     model.float()
     assert laid(model) == [False] * 4

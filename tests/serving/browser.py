@@ -70,7 +70,7 @@ class Browser:
     def _receive(self, method: str) -> dict[str, Any]:
         while b"\0" not in self._pending:
             ready, _, _ = select.select([self._reader], [], [], TIMEOUT)
-            assert ready, f"{method}: the browser has said nothing for {TIMEOUT:.0f} s"
+            assert ready, f"{method}: no message from the browser for {TIMEOUT:.0f} s"
             read = os.read(self._reader, 1 << 16)
             assert read, f"{method}: the browser has ended"
             self._pending += read
@@ -96,7 +96,7 @@ class Page:
         return self._browser.call(method, self._session, **params)
 
     def open(self, url: str, *, width: int = 1100, height: int = 900, **media: str) -> None:
-        """Load a page anew. width, height: in CSS pixels. media: features such as `prefers_color_scheme="dark"`."""
+        """Load a page afresh. width, height: in CSS pixels. media: features such as `prefers_color_scheme="dark"`."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
@@ -130,8 +130,8 @@ class Page:
         self.call("Input.insertText", text=text)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
-        """What the browser has told of this tab since it was opened."""
-        self.call("Page.enable")  # whatever it has told comes before the answer
+        """The browser's events of this tab since it was opened."""
+        self.call("Page.enable")  # earlier events come before the answer
         mine = [event for event in self._browser.events if event.get("sessionId") == self._session]
         return [event["params"] for event in mine if event["method"] in methods]
 

@@ -1,4 +1,4 @@
-"""Many streams at once: is one lost, does one get another's tokens, does a process grow, how late are the bytes?
+"""Many streams at once: checks for lost streams, swapped tokens and growing processes; measures delivery time.
 
     python -m tests.serving.load --seconds 300
 
@@ -116,7 +116,7 @@ def requests(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 async def whole(url: str, body: dict[str, Any]) -> Choices:
-    """What a request gets that is not streamed."""
+    """The answer to a request that is not streamed."""
     answer = await ask(url, "POST", "/v1/completions", body)
     if answer.status != 200:
         raise RuntimeError(f"status {answer.status}: {answer.body.decode()}")
@@ -251,7 +251,7 @@ def is_idle(now: Mapping[str, float]) -> bool:
 
 
 def problems(seen: Seen, load: Load) -> list[str]:
-    """What must not be, in words."""
+    """The failures found, in words."""
     found = [f"lost: {each}" for each in seen.lost[:3]] + [f"mixed up: {each}" for each in seen.wrong[:3]]
     if seen.answers < load.streams:
         found.append(f"only {seen.answers} answers")

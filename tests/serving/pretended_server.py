@@ -1,4 +1,4 @@
-"""What the page needs of the server, without an engine: answers that a test lays out to the byte."""
+"""A fake server for the page, without an engine: a test gives the answers to the byte."""
 
 import json
 import threading

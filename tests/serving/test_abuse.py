@@ -1,4 +1,4 @@
-"""Whatever comes, the server answers or hangs up; nothing of it is an error of its own, and the engine goes on."""
+"""Any input gets an answer or a closed connection, never an internal error, and the engine keeps running."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from tests.serving.servers import ServerProcess, children, served
 KEY = "a-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 ALLOWED = {200, 307, 400, 401, 403, 404, 405, 408, 413, 421, 429, 431, 503}
-"""What a client may be told. 503: the engine is not ready; it is, unless something has killed it."""
+"""Allowed statuses. 503: the engine is not ready, which here means that something has killed it."""
 CLIENTS = 16
 DELAY = 0.2
 """Seconds between the parts of a request that comes slowly."""
@@ -144,7 +144,7 @@ class Abuser:
         }
 
     async def abuse(self, count: int) -> None:
-        """So many requests, a few on each connection."""
+        """`count` requests, a few on each connection."""
         kinds, weights = list(self.kinds), list(self.kinds.values())
         while count > 0:
             async with connected(self.url) as connection:
@@ -156,7 +156,10 @@ class Abuser:
                             await kind(connection)
                     except _Ended:
                         break
-                    except (OSError, EOFError):  # hung up on: it was no HTTP, or has made the parser close
+                    except (
+                        OSError,
+                        EOFError,
+                    ):  # closed by the server: the request was not HTTP, or made the parser close
                         self.seen[0] += 1
                         break
                     except TimeoutError:
@@ -164,7 +167,7 @@ class Abuser:
                         break
 
     async def expect_answer(self, connection: Connection, what: bytes) -> None:
-        """Read one answer; what it says must be an answer to a bad request, or a good one."""
+        """Read one answer and check that it is one to a bad or a good request."""
         answer = await connection.answer()
         if answer.status == 100:  # go on
             answer = await connection.answer()
@@ -179,7 +182,7 @@ class Abuser:
         await self.expect_answer(connection, body)
 
     async def raw(self, connection: Connection, data: bytes, *, ends: bool = False) -> None:
-        """ends: whether the client says that nothing follows."""
+        """ends: whether the client half-closes the connection."""
         connection.writer.write(data)
         await connection.writer.drain()
         if ends:
@@ -344,7 +347,7 @@ class Abuser:
 
 
 def _is_shaped(answer: Answer) -> bool:
-    """Whether an error is OpenAI's, or of the HTTP parser, which knows no JSON."""
+    """Whether an error has OpenAI's form, or is the HTTP parser's plain text."""
     if answer.status < 400 or not answer.headers.get("content-type", "").startswith("application/json"):
         return answer.status in (200, 307, 400)
     return {"message", "type", "param", "code"} == answer.json()["error"].keys()

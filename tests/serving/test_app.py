@@ -1,4 +1,7 @@
-"""The app with an engine that a test plays: what comes between a request and its answer."""
+"""The app with a fake engine: everything between a request and its answer.
+
+The app makes its own engine, tokenizer and grammar check, so tests replace private members.
+"""
 
 import asyncio
 import json
@@ -25,7 +28,7 @@ BODY = {"model": "shipped", "prompt": [5, 6, 7]}
 
 
 class Engine(EngineClient):
-    """plays: what becomes of an answer, before anybody reads it."""
+    """plays: called with each answer before it is read."""
 
     def __init__(self, settings: ServerSettings, plays: Callable[[Answer], None]) -> None:
         super().__init__(settings)
@@ -88,8 +91,8 @@ async def ask(
     with suppress(ArithmeticError):  # a test's; uvicorn writes what comes to the log
         await app(scope, receive, send)
     start, *parts = sent
-    told = {name.decode(): value.decode() for name, value in start["headers"]}
-    return start["status"], told, b"".join(part.get("body", b"") for part in parts)
+    reply_headers = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], reply_headers, b"".join(part.get("body", b"") for part in parts)
 
 
 def post(app: Starlette, fields: dict[str, Any], **how: Any) -> tuple[int, dict[str, str], bytes]:
@@ -99,20 +102,20 @@ def post(app: Starlette, fields: dict[str, Any], **how: Any) -> tuple[int, dict[
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_ends_before_anybody_reads_it_is_told(n: int, stream: bool) -> None:
+def test_an_error_before_the_first_read_is_sent(n: int, stream: bool) -> None:
     def fails(answer: Answer) -> None:
         for index in range(n):
-            answer.put(index, Update(finish_reason="error", error="the engine has failed: a mishap"), 0.0)
+            answer.put(index, Update(finish_reason="error", error="the engine failed: a mishap"), 0.0)
 
     app, server = app_of(fails)
     status, _, body = post(app, {"n": n, "stream": stream})
     assert status == (200 if stream else 500)
     error = json.loads(body.removeprefix(b"data: ").partition(b"\n")[0])["error"]
-    assert error["message"] == "the engine has failed: a mishap" and error["type"] == "server_error"
+    assert error["message"] == "the engine failed: a mishap" and error["type"] == "server_error"
     assert b"mla_time_to_first_token_seconds_count 0.0" in server._metrics.text(), "there was none"
 
 
-def test_a_mistake_of_the_servers_own_has_openais_shape() -> None:
+def test_an_internal_error_has_openais_shape() -> None:
     def fails(_: Answer) -> None:
         raise ArithmeticError("of ours")
 
@@ -121,7 +124,7 @@ def test_a_mistake_of_the_servers_own_has_openais_shape() -> None:
     assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_long_texts_are_tokenized_one_at_a_time_and_not_for_those_who_have_left() -> None:
+def test_long_texts_are_tokenized_one_at_a_time_and_not_after_a_disconnect() -> None:
     """Each takes 200 times its bytes while it is tokenized, and the interpreter."""
     app, server = app_of()
     tokenizer, texts, at_once = server._vocabulary.tokenizer, list[str](), list[int]()
@@ -152,7 +155,7 @@ def test_bodies_beyond_the_bound_of_all_get_503_and_retry_after(monkeypatch: pyt
     monkeypatch.setattr(streams, "MAX_WHOLE_BODIES", 2)
     app, server = app_of(max_body_bytes=40_000)
     release = threading.Event()
-    server._tokenizing.submit(release.wait)  # all wait for their turn
+    server._tokenizing.submit(release.wait)  # all wait for the one thread
 
     async def run() -> list[tuple[int, dict[str, str], bytes]]:
         body = json.dumps({"prompt": "a " * 19_000}).encode()
@@ -176,7 +179,7 @@ def test_a_probe_may_ask_for_the_status_alone(method: str) -> None:
         assert asyncio.run(ask(app_of()[0], method, path))[0] == 200
 
 
-def test_a_wrong_method_is_told_the_right_ones() -> None:
+def test_a_wrong_method_gets_the_right_ones() -> None:
     status, headers, _ = asyncio.run(ask(app_of()[0], "GET", "/v1/completions"))
     assert status == 405 and headers["allow"] == "POST"
 
@@ -206,7 +209,7 @@ def test_a_grammar_that_is_refused_names_its_field(field: str) -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_nobody_waits_for_a_grammar_for_ever(stays: bool) -> None:
+def test_no_request_waits_for_a_grammar_forever(stays: bool) -> None:
     app, server = app_of(request_seconds=0.1 if stays else 600.0)
 
     async def waits(_: GrammarSource) -> str | None:
@@ -267,19 +270,19 @@ FORWARDED = [(b"x-forwarded-for", b"6.6.6.6"), (b"x-forwarded-for", b"7.7.7.7, 1
         ),
     ],
 )
-def test_who_asks_is_known_by_a_key_a_header_or_an_address(
+def test_a_client_is_identified_by_key_header_or_address(
     settings: dict[str, Any], headers: list[tuple[bytes, bytes]], client: str
 ) -> None:
-    def tells(answer: Answer) -> None:
+    def sends_client(answer: Answer) -> None:
         answer.put(0, Update(finish_reason="error", error=answer.client), 0.0)
 
-    _, _, body = post(app_of(tells, **settings)[0], {}, headers=headers)
+    _, _, body = post(app_of(sends_client, **settings)[0], {}, headers=headers)
     assert json.loads(body)["error"]["message"] == client
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a:b", "schlüssel"])
 def test_a_header_that_no_client_can_send_is_a_mistake_of_the_server(name: str) -> None:
-    with pytest.raises(MLAError, match="client_header: expected the name of a header, got"):
+    with pytest.raises(MLAError, match=r"^client_header: expected .*header name"):
         ServerSettings(client_header=name)
 
 

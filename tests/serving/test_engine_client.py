@@ -1,4 +1,7 @@
-"""The engine in a process of its own: what it is asked for comes back, and it may fail without harm."""
+"""The engine in its own process: requests come back completed, and the process restarts after failures.
+
+Tests kill or stop `_process`, which nothing public leads to.
+"""
 
 import asyncio
 import errno
@@ -85,8 +88,8 @@ def test_answers_are_the_engines_completions() -> None:
             assert (update.logprobs is None) == (completion.logprobs is None)
             for mine, theirs in zip(update.logprobs or [], completion.logprobs or [], strict=True):
                 assert mine.keys() == theirs.keys()
-                told = [[each[token].logprob for token in mine] for each in (mine, theirs)]
-                assert told[0] == pytest.approx(told[1], abs=1e-3)
+                sent = [[each[token].logprob for token in mine] for each in (mine, theirs)]
+                assert sent[0] == pytest.approx(sent[1], abs=1e-3)
             assert update.finish_reason == completion.finish_reason
         assert found[2].text == expected[2].text
         assert client.num_running == 0 and client.stats.num_tokens > 24
@@ -169,7 +172,7 @@ def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
         os.kill(client._process.pid, signal.SIGKILL)
         (update,) = await joined(answer)
         assert update.finish_reason == "error"
-        assert update.error == "the engine has failed: its process ended with status -9"
+        assert update.error == "the engine failed: its process exited with status -9"
         with pytest.raises(NotReady):
             client.submit([asked])
         await until(lambda: client.ready is not None)
@@ -178,7 +181,7 @@ def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
     with_client(test)
 
 
-@pytest.mark.parametrize("how", ["it dies", "it cannot be made"])
+@pytest.mark.parametrize("how", ["it dies", "it cannot start"])
 def test_a_process_that_fails_before_it_reads_anything_is_started_again(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -189,7 +192,7 @@ def test_a_process_that_fails_before_it_reads_anything_is_started_again(
         if num_failing == 0:
             return begin(module)
         num_failing -= 1
-        if how == "it cannot be made":
+        if how == "it cannot start":
             raise BlockingIOError(errno.EAGAIN, "no more processes")
         process, connection = begin("mla_compile.no_such_module")
         process.wait()
@@ -201,7 +204,7 @@ def test_a_process_that_fails_before_it_reads_anything_is_started_again(
     async def never(client: EngineClient) -> None:
         pytest.fail("it has started")
 
-    with pytest.raises(RuntimeError, match=r"no more processes|ended with status 1"):
+    with pytest.raises(RuntimeError, match=r"no more processes|exited with status 1"):
         with_client(never)
 
     async def test(client: EngineClient) -> None:
@@ -248,7 +251,7 @@ def test_how_the_engine_stands_is_known_before_the_first_request_and_after_a_fai
     with_client(test)
 
 
-def test_a_mistake_in_the_settings_is_told_as_the_engine_says_it() -> None:
+def test_a_bad_setting_raises_the_engines_error() -> None:
     settings = replace(SETTINGS, engine=replace(SETTINGS.engine, num_pages=2))
 
     async def test(client: EngineClient) -> None:
@@ -261,8 +264,8 @@ def test_a_mistake_in_the_settings_is_told_as_the_engine_says_it() -> None:
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
-        ({"grammar_seconds": 1e-4}, "it takes more than 0.0001 s to compile"),
-        ({"grammar_bytes": 2**24}, "it takes too much memory to compile"),
+        ({"grammar_seconds": 1e-4}, "compiling it takes more than 0.0001 s"),
+        ({"grammar_bytes": 2**24}, "compiling it takes too much memory"),
     ],
     ids=["time", "memory"],
 )
@@ -316,7 +319,7 @@ def test_a_check_that_took_too_long_is_made_again_when_asked_again() -> None:
         assert await check.why_not(GrammarSource("regex", "a")) is None
         assert check._process is not None
         check._process.send_signal(signal.SIGSTOP)  # the machine is busy
-        assert await check.why_not(source) == "it takes more than 0.5 s to compile"
+        assert await check.why_not(source) == "compiling it takes more than 0.5 s"
         check._settings = SETTINGS
         assert await check.why_not(source) is None
 
@@ -347,19 +350,19 @@ def test_grammars_that_are_slow_to_check_hold_up_no_thread_of_others(monkeypatch
         asyncio.run(run())
     finally:
         check.stop()
-    assert len(checked) == 40, "who asks the same waits for the same check"
+    assert len(checked) == 40, "equal grammars wait for one check"
 
 
-def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
+def test_slow_readers_get_several_steps_as_one_update() -> None:
     async def run(rng: random.Random) -> int:
         answer = Answer(3)
-        told: list[list[tuple[int, int]]] = [[], [], []]  # tokens of each completion, with their steps
+        sent: list[list[tuple[int, int]]] = [[], [], []]  # tokens of each completion, with their steps
 
         async def steps() -> None:
             for step in range(40):
                 for index in range(3):
                     tokens = [rng.randrange(99) for _ in range(rng.randint(1, 4))]
-                    told[index] += [(token, step) for token in tokens]
+                    sent[index] += [(token, step) for token in tokens]
                     answer.put(
                         index, Update([*tokens], [*tokens], None, "length" if step == 39 else None), step
                     )
@@ -370,16 +373,16 @@ def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
         seen: list[list[int]] = [[], [], []]
         while answer.has_more():
             index, update, read_at = await answer.next()
-            assert read_at == told[index][len(seen[index])][1], "of the oldest that is in it"
+            assert read_at == sent[index][len(seen[index])][1], "of the oldest that is in it"
             assert update.token_ids == update.draft_positions
             seen[index] += update.token_ids
-            is_last = told[index][len(seen[index]) - 1][1] == 39
+            is_last = sent[index][len(seen[index]) - 1][1] == 39
             assert update.finish_reason == ("length" if is_last else None)
             num_updates += 1
             if rng.random() < 0.5:
                 await asyncio.sleep(0)
         await writer
-        assert seen == [[token for token, _ in each] for each in told]
+        assert seen == [[token for token, _ in each] for each in sent]
         return num_updates
 
     assert sum(asyncio.run(run(random.Random(seed))) for seed in range(20)) < 20 * 120

@@ -34,6 +34,7 @@ class ServedInThread:
         self.engine = engine(2, tokenizer=SMALL)
         self.connection, theirs = Pipe()
         served = _Served(self.engine, SMALL, [EOS])
+        # Faults are set in the calls themselves: nothing public makes them fail.
         thread, add = served._grammars._thread, self.engine.add
         fields, compiled, submit = engine_process._fields_of_update, engine_process.compiled, thread.submit
 
@@ -42,10 +43,10 @@ class ServedInThread:
                 return real
             return lambda *args, **settings: fault.call(name, partial(real, *args, **settings))
 
-        def with_text(request: Request, told: int) -> Any:
+        def with_text(request: Request, num_sent: int) -> Any:
             if fault.kind == "nonsense" and request.has_ended and request.params.stop_strings:
                 request.completion.text = fault.call("text", lambda: request.completion.text)
-            return fields(request, told)
+            return fields(request, num_sent)
 
         patched.setattr(self.engine, "add", failing("add", add))
         patched.setattr(engine_process, "_fields_of_update", failing("fields", with_text))
@@ -81,7 +82,7 @@ class ServedInThread:
         return self.error
 
 
-def said(update: Update) -> tuple[object, ...]:
+def fields_of(update: Update) -> tuple[object, ...]:
     return update.token_ids, update.finish_reason, update.text, update.error
 
 
@@ -111,7 +112,7 @@ def case(seed: int) -> Fault:
         fault = Fault(at=draw.randint(1, 3 * len(asked)), kind=kind, nonsense=draw.choice(NO_TEXTS))
         served = ServedInThread(fault, patched)
         found = served.answers(asked)
-        differ = [key for key in asked if said(found[key]) != said(expected[key])]
+        differ = [key for key in asked if fields_of(found[key]) != fields_of(expected[key])]
         assert len(differ) <= (fault.met is not None), (differ, fault.met)
         if fault.kind != "nonsense" and fault.met is not None:
             assert differ
@@ -120,7 +121,7 @@ def case(seed: int) -> Fault:
             assert found[key].token_ids == expected[key].token_ids[: len(found[key].token_ids)]
         fault.at = None
         again = served.answers({100 + key: each for key, each in asked.items()})
-        assert all(said(again[100 + key]) == said(expected[key]) for key in asked)
+        assert all(fields_of(again[100 + key]) == fields_of(expected[key]) for key in asked)
         assert isinstance(served.ends(), EOFError)
         stats = served.engine.stats
         assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)

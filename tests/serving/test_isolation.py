@@ -33,7 +33,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException: a library's own, of BaseException."""
+    """Like pyo3's PanicException, a subclass of BaseException."""
 
 
 class Odd(Exception):
@@ -112,7 +112,7 @@ class Fault:
 
 
 class Tokenizer:
-    """The server's, with faults in what it is asked for a prompt; what it says of tokens goes through other classes."""
+    """The server's tokenizer with faults in encoding; decoding uses other classes."""
 
     def __init__(self, tokenizer: Any, fault: Fault, name: str) -> None:
         self._tokenizer = tokenizer
@@ -145,7 +145,7 @@ CALLS: dict[str, tuple[Any, str]] = {
 }
 NAMES = ["encode", "chat template", *CALLS]
 LOUD = ["parse", "JSON of a chunk", "JSON of an answer"]
-"""What fails here is a mistake of the server's own: the log has its traceback."""
+"""A failure here is an internal error: the log has its traceback."""
 
 
 def requests() -> list[tuple[str, dict[str, Any]]]:
@@ -201,6 +201,7 @@ def injected(name: str, fault: Fault, again: bool = False) -> list[list[tuple[in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "load_tokenizer", _load_once)
         app, server = app_of()
+    # The app makes its own engine and tokenizer; faults replace them.
     server._client = Playing(server.settings)
     tokenizer = server._vocabulary.tokenizer
 
@@ -237,13 +238,11 @@ def check_error(status: int, answer: Any, name: str) -> None:
     error = answer["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     if name in ("encode", "chat template"):
-        assert status == 400 and "refuses it: " in error["message"]
+        assert status == 400 and "rejected by the model" in error["message"]
         assert error["param"] in ("prompt", "messages") and error["type"] == "invalid_request_error"
     else:
         assert status in (200, 500) and error["type"] == "server_error"
-        expected = (
-            "the server has made a mistake" if name in LOUD else "the completion's text cannot be made: "
-        )
+        expected = "internal server error" if name in LOUD else "detokenizing the completion failed: "
         assert error["message"].startswith(expected)
 
 
@@ -329,6 +328,6 @@ def test_a_regex_that_gives_up_ends_its_own_request_on_a_real_server(tmp_path: P
     assert alone[0] == 200
     assert [answer["choices"] for _, answer in beside] == [alone[1]["choices"]] * 4
     for status, answer in failed:
-        assert status == 400 and "tokenizer refuses it: Onig: " in answer["error"]["message"]
-    assert log.count("mla-compile: the model's tokenizer refuses a request: PanicException\n") == 4
+        assert status == 400 and "tokenizer: Onig: " in answer["error"]["message"]
+    assert log.count("mla-compile: the model's tokenizer rejected a request: PanicException\n") == 4
     assert "Traceback" not in "".join(server.log)

@@ -58,7 +58,7 @@ def asked_for(
 def updates_of(
     token_ids: list[int], draw: random.Random, *, stop: Sequence[str] = (), top_logprobs: int | None = None
 ) -> list[Update]:
-    """What the engine reports of a completion, in steps of a few tokens or none; a stop string ends it with the step
+    """The engine's updates of a completion, in steps of a few tokens or none; a stop string ends it with the step
     that completes it."""
     found = TextReader(TOKENIZER, stop).feed(token_ids)
     token_ids = token_ids if found is None else token_ids[: found.num_tokens]
@@ -75,7 +75,7 @@ def updates_of(
 
 
 def place_of(token: int, n: int, draw: random.Random) -> dict[int, Logprob]:
-    """As the engine tells: the chosen token first, then the n most likely ones; it may be among them."""
+    """In the engine's order: the chosen token, then the n most likely ones, which may include it."""
     likely = draw.sample(range(3072), n)
     if n and token not in likely and draw.random() < 0.5:
         likely[draw.randrange(n)] = token
@@ -185,8 +185,8 @@ def check_logprobs(logprobs: dict[str, Any], token_ids: list[int], n: int) -> No
         assert len(logprobs["content"]) == len(token_ids)
         assert given.decode(errors="replace") == text_of(TOKENIZER, token_ids)
         for place in logprobs["content"]:
-            told = [likely["logprob"] for likely in place["top_logprobs"]]
-            assert len(told) == n and told == sorted(told, reverse=True)
+            logprobs = [likely["logprob"] for likely in place["top_logprobs"]]
+            assert len(logprobs) == n and logprobs == sorted(logprobs, reverse=True)
         return
     text = "".join(logprobs["tokens"])
     assert text_of(TOKENIZER, token_ids).rstrip("�") == text
@@ -195,7 +195,7 @@ def check_logprobs(logprobs: dict[str, Any], token_ids: list[int], n: int) -> No
         assert text[offset:].startswith(token)
 
 
-def test_a_token_says_which_draft_it_was_and_what_was_likely() -> None:
+def test_a_token_has_its_draft_position_and_likely_tokens() -> None:
     hello = TOKENIZER(" hello")["input_ids"][0]
     place = {hello: Logprob(-3.0, 3), 0: Logprob(-0.5, 1), 7: Logprob(-float("inf"), 2)}
     update = Update([hello], [2], [place])
@@ -225,13 +225,13 @@ def test_a_character_comes_with_its_last_token() -> None:
     chunks = [plain.feed(0, Update([token], [0])) for token in token_ids]
     assert chunks[:-1] == [None] * (len(token_ids) - 1)
     assert chunks[-1] is not None and chunks[-1]["choices"][0]["text"] == "🙂"
-    told = Response(asked_for(draft_positions=True), VOCABULARY)
-    chunks = [told.feed(0, Update([token], [0])) for token in token_ids]
+    response = Response(asked_for(draft_positions=True), VOCABULARY)
+    chunks = [response.feed(0, Update([token], [0])) for token in token_ids]
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks if chunk] == [[token] for token in token_ids]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_what_says_nothing_new_makes_no_chunk_until_the_last(is_chat: bool) -> None:
+def test_updates_without_news_make_no_chunk_until_the_last(is_chat: bool) -> None:
     response = Response(asked_for(draft_positions=True, top_logprobs=0, is_chat=is_chat), VOCABULARY)
     assert response.feed(0, Update()) is None
     chunk = response.feed(0, Update(finish_reason="length"))

@@ -1,4 +1,4 @@
-"""The page at `/`, in a real browser, before a server whose answers are laid out to the byte."""
+"""The page at `/`, in a real browser, before a fake server whose answers are given to the byte."""
 
 import json
 import random
@@ -176,7 +176,7 @@ def check_side(page: Page, at: int, drawn: Drawn) -> None:
         assert float(acceptance) == pytest.approx((len(drawn.tokens) - 1) / drawn.num_steps, abs=0.0051)
 
 
-def test_text_is_whole_and_each_token_is_shown_as_whose_it_was(page: Page, server: PretendedServer) -> None:
+def test_text_is_whole_and_each_token_shows_its_draft_position(page: Page, server: PretendedServer) -> None:
     for seed in range(40):
         rng = random.Random(seed)
         drafted, alone = drawn_answer(rng, rng.choice([1, 3, 6])), drawn_answer(rng, 0)
@@ -246,13 +246,16 @@ def test_a_slow_answer_has_decimals(page: Page, server: PretendedServer) -> None
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "Model: small. Drafts: the model’s MTP layer, 3 a step": {"drafter": "mtp", "num_speculative_tokens": 3},
-    "Model: small. Drafts: n-gram lookup in the text so far, 5 a step": {
+    "Model: small. Drafts: the model’s MTP layer, 3 per step": {
+        "drafter": "mtp",
+        "num_speculative_tokens": 3,
+    },
+    "Model: small. Drafts: n-gram lookup in the text so far, 5 per step": {
         "drafter": "ngram",
         "num_speculative_tokens": 5,
     },
-    "Model: small. Drafts: my-own, 1 a step": {"drafter": "my-own", "num_speculative_tokens": 1},
-    "Model: small. Nothing drafts": {"drafter": None, "num_speculative_tokens": 0},
+    "Model: small. Drafts: my-own, 1 per step": {"drafter": "my-own", "num_speculative_tokens": 1},
+    "Model: small. No drafts": {"drafter": None, "num_speculative_tokens": 0},
     "Model: small": {},
 }
 
@@ -294,7 +297,8 @@ def test_both_sides_ask_the_same_but_for_their_drafts(page: Page, server: Preten
     bodies = sorted((body for body, _ in server.asked), key=lambda body: "max_drafts" in body)
     assert bodies == [common, {**common, "max_drafts": 0}]
     assert (
-        text(page, "#status") == "Both wrote the same 2 tokens: in 1 step with drafts, in 1 without. Seed 11."
+        text(page, "#status")
+        == "Both generated the same 2 tokens: in 1 step with drafts, in 1 without. Seed 11."
     )
 
     server.asked.clear()
@@ -305,17 +309,17 @@ def test_both_sides_ask_the_same_but_for_their_drafts(page: Page, server: Preten
     assert text(page, "#status") == f"Done: 2 tokens in 1 step. Seed {body['seed']}."
 
 
-def test_texts_that_part_are_said_to_part(page: Page, server: PretendedServer) -> None:
+def test_texts_that_differ_are_reported(page: Page, server: PretendedServer) -> None:
     def answer(body: dict[str, Any]) -> Answer:
         third = chunk(" c", [" c"], [0], first_id=2 if "max_drafts" in body else 9)
         return Answer([event(chunk(" a b", [" a", " b"], [0, 0])), event(third), DONE])
 
     server.answer = answer
     write(page)
-    assert text(page, "#status").startswith("The two texts part at token 3:")
+    assert text(page, "#status").startswith("The two texts differ from token 3:")
     server.answer = lambda body: Answer([plain([" a", " b"] if "max_drafts" in body else [" a", " b", " c"])])
     write(page)
-    assert text(page, "#status").startswith("The two texts part at token 3:")
+    assert text(page, "#status").startswith("The two texts differ from token 3:")
 
 
 def test_of_a_long_prompt_the_end_is_shown(page: Page, server: PretendedServer) -> None:
@@ -325,7 +329,7 @@ def test_of_a_long_prompt_the_end_is_shown(page: Page, server: PretendedServer) 
     assert {body["prompt"] for body, _ in server.asked} == {prompt}
 
 
-def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> None:
+def test_each_step_is_listed_in_words_too(page: Page, server: PretendedServer) -> None:
     server.answer = lambda body: Answer(
         [
             event(chunk("In the be\n", ["In", " the", " be", "\n"], [0, 1, 2, 0])),
@@ -334,7 +338,7 @@ def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> 
         ]
     )
     write(page, compare=False)
-    assert text(page, ".ending") == "The model ended it here."
+    assert text(page, ".ending") == "The model ended the text."
     page.evaluate("document.querySelector('details').open = true")
     rows = (
         "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
@@ -343,7 +347,7 @@ def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> 
     assert page.evaluate(rows) == [["prompt", "", '"In"'], ["1", '" the" " be"', r'"\n"']]
 
 
-def test_a_step_is_told_when_it_is_complete(page: Page, server: PretendedServer) -> None:
+def test_a_step_is_listed_when_it_is_complete(page: Page, server: PretendedServer) -> None:
     server.answer = lambda body: Answer([event(chunk(" a b", [" a", " b"], [0, 1]))], held=True)
     page.evaluate("document.getElementById('write').click()")
     page.wait_for("document.querySelector('.answer')?.textContent === ' a b'")
@@ -354,9 +358,7 @@ def test_a_step_is_told_when_it_is_complete(page: Page, server: PretendedServer)
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
-def test_stopping_tells_the_server_and_keeps_what_has_come(
-    page: Page, server: PretendedServer, by: str
-) -> None:
+def test_stopping_disconnects_and_keeps_the_text_so_far(page: Page, server: PretendedServer, by: str) -> None:
     server.answer = lambda body: Answer([event(chunk(" a b", [" a", " b"], [0, 0]))], held=True)
     page.evaluate("document.getElementById('write').click()")
     page.wait_for(f"({PIECES}).filter(([shown]) => shown === ' a b').length === 2")
@@ -379,32 +381,35 @@ def failed(status: int, message: str, **headers: str) -> Answer:
 
 BEGUN = event(chunk(" a", [" a"], [0]))
 FAILURES = {
-    "a bad value": (failed(400, "max_tokens: too many"), "The server refuses this: max_tokens: too many"),
+    "a bad value": (
+        failed(400, "max_tokens: too many"),
+        "The server rejected the request: max_tokens: too many",
+    ),
     "a full queue": (
         failed(429, "full", **{"Retry-After": "1"}),
         "The server is busy. Try again in 1 second.",
     ),
-    "a full queue, no time": (failed(429, "full"), "The server is busy. Try again a little later."),
+    "a full queue, no time": (failed(429, "full"), "The server is busy. Try again later."),
     "not ready": (failed(503, "warming up"), "The server is not ready: warming up"),
     "a failed engine": (failed(500, "the engine ended"), "The server failed: the engine ended"),
-    "a proxy": (Answer([b"<html>"], 502), "The server failed: it answered with status 502"),
+    "a proxy": (Answer([b"<html>"], 502), "The server failed: status 502"),
     "an error without words": (
         Answer([b'{"error": {}}'], 400),
-        "The server refuses this: it answered with status 400",
+        "The server rejected the request: status 400",
     ),
     "a failure on the way": (
         Answer([BEGUN, event({"error": {"message": "the engine ended"}}), DONE]),
-        "The server broke off: the engine ended",
+        "The server ended the answer: the engine ended",
     ),
-    "an answer without end": (Answer([BEGUN]), "The connection ended before the answer did."),
-    "a broken connection": (Answer([BEGUN], headers={"Content-Length": "9999"}), "The connection broke."),
-    "no JSON": (Answer([b"data: {\n\n"]), "The server’s answer cannot be read: "),
-    "another server": (Answer([event({"object": "x"})]), "The server’s answer cannot be read: "),
+    "an answer without end": (Answer([BEGUN]), "The connection closed before the answer ended."),
+    "a broken connection": (Answer([BEGUN], headers={"Content-Length": "9999"}), "The connection was lost."),
+    "no JSON": (Answer([b"data: {\n\n"]), "Cannot read the server’s response: "),
+    "another server": (Answer([event({"object": "x"})]), "Cannot read the server’s response: "),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failures_are_said_in_words(page: Page, server: PretendedServer, name: str) -> None:
+def test_failures_are_shown_in_words(page: Page, server: PretendedServer, name: str) -> None:
     answer, words = FAILURES[name]
     server.answer = lambda body: answer
     write(page)
@@ -421,33 +426,33 @@ def test_one_sides_failure_ends_the_other(page: Page, server: PretendedServer) -
     write(page)
     page.wait_for("!document.querySelector('[aria-busy=true]')")
     assert server.num_vanished.acquire(timeout=10)
-    assert text(page, "#problem") == "The server refuses this: no"
+    assert text(page, "#problem") == "The server rejected the request: no"
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"data": []}'])
-def test_a_server_that_names_no_model_is_said_to(page: Page, server: PretendedServer, body: bytes) -> None:
+def test_a_server_that_names_no_model_is_reported(page: Page, server: PretendedServer, body: bytes) -> None:
     server.models = Answer([body])
     page.open(server.url)
     page.wait_for("!document.getElementById('problem').hidden")
-    assert text(page, "#problem").startswith("The server’s answer cannot be read: ")
+    assert text(page, "#problem").startswith("Cannot read the server’s response: ")
 
 
-def test_a_server_that_is_gone_is_said_to_be(page: Page) -> None:
+def test_a_server_that_is_gone_is_reported(page: Page) -> None:
     with pretended_server() as server:
         page.open(server.url)
         page.wait_for("document.getElementById('model').textContent === 'Model: small'")
     write(page)
-    assert text(page, "#problem") == "The server does not answer. Does it run?"
+    assert text(page, "#problem") == "The server does not respond. Is it running?"
 
 
 def test_a_key_is_asked_for_sent_and_kept_nowhere(page: Page, server: PretendedServer) -> None:
     server.key = "sk-right"
     page.open(server.url)
     page.wait_for("document.activeElement.id === 'key'")
-    assert text(page, "#problem") == "The server asks for an API key."
+    assert text(page, "#problem") == "The server requires an API key."
     for wrong, words in [
-        ("sk-wrong", "The server refuses this API key: wrong key"),
-        ("ключ", "The API key has characters that no key can have."),
+        ("sk-wrong", "The server rejected this API key: wrong key"),
+        ("ключ", "The API key has invalid characters."),
     ]:
         write(page, key=wrong)
         assert text(page, "#problem") == words and not server.asked
@@ -461,10 +466,10 @@ def test_a_key_is_asked_for_sent_and_kept_nowhere(page: Page, server: PretendedS
     ) == [0, 0, "", ""]
 
 
-# ---- for everybody
+# ---- accessibility and layout
 
 
-def test_it_asks_nobody_but_its_own_server(page: Page, server: PretendedServer) -> None:
+def test_it_uses_no_other_server(page: Page, server: PretendedServer) -> None:
     write(page)
     asked = {event["request"]["url"] for event in page.events("Network.requestWillBeSent")}
     assert {url for url in asked if not url.startswith("data:")} == {
@@ -483,7 +488,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page: Page, serve
     write(page)
     page.evaluate("document.activeElement.blur(); document.getElementById('prompt').focus()")
     where = "document.activeElement.id || document.activeElement.textContent"
-    outline = "(style => style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2)"
+    has_outline = "(style => style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2)"
     names = [
         "prompt",
         "prose",
@@ -497,7 +502,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page: Page, serve
     ]
     for name in [*names, "Step by step", "Step by step"]:
         assert page.evaluate(where) == name
-        assert page.evaluate(f"{outline}(getComputedStyle(document.activeElement))"), name
+        assert page.evaluate(f"{has_outline}(getComputedStyle(document.activeElement))"), name
         page.press("Tab")
     page.evaluate("document.getElementById('seed').focus()")
     page.press("Tab", SHIFT)
@@ -522,7 +527,7 @@ def test_a_screen_reader_hears_names_and_news(page: Page, server: PretendedServe
         ("spinbutton", "Tokens"),
         ("spinbutton", "Temperature"),
         ("spinbutton", "Seed"),
-        ("spinbutton", "Drafts, at most"),
+        ("spinbutton", "Maximum drafts"),
         ("checkbox", "Compare with no drafts"),
         ("button", "Write"),
         ("button", "Stop"),
@@ -598,7 +603,7 @@ def test_texts_lines_and_edges_have_contrast(page: Page, server: PretendedServer
     assert dark == (scheme == "dark")
 
 
-def test_drafts_are_told_apart_without_colour(page: Page) -> None:
+def test_drafts_are_distinguishable_without_colour(page: Page) -> None:
     page.evaluate("document.querySelectorAll('[hidden]').forEach(node => node.hidden = false)")
     legend = "[...document.querySelectorAll('.legend .token')]"
     lines = "[style.backgroundSize, style.backgroundImage.match(/[\\d.]+px/g)].join()"
@@ -618,7 +623,7 @@ def test_nothing_runs_over_the_edge(page: Page, server: PretendedServer, width: 
     write(page, prompt=word)
     page.evaluate("document.querySelectorAll('details').forEach(node => node.open = true)")
     page.evaluate(
-        f"document.querySelectorAll('[hidden]').forEach(node => node.hidden = false); say('{word}')"
+        f"document.querySelectorAll('[hidden]').forEach(node => node.hidden = false); showProblem('{word}')"
     )
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -652,7 +657,7 @@ def test_at_every_width_each_part_has_a_place_of_its_own(page: Page, server: Pre
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
-def test_nothing_moves_for_those_who_want_no_motion(page: Page, server: PretendedServer, motion: str) -> None:
+def test_nothing_moves_with_reduced_motion(page: Page, server: PretendedServer, motion: str) -> None:
     server.answer = lambda body: Answer([BEGUN], held=True)
     page.open(server.url, prefers_reduced_motion=motion)
     page.evaluate("document.getElementById('write').click()")

@@ -1,4 +1,4 @@
-"""Streams of events: who does not read is dropped, who is slow is not."""
+"""Streams of events: clients that do not read are dropped, slow ones are not."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ class Client:
         return {"type": "http.disconnect"}
 
     def reads(self, count: int, gap: float = 0.0) -> float:
-        """Stream it so many events; seconds that it took."""
+        """Stream `count` events; return the seconds taken."""
 
         async def events() -> AsyncGenerator[bytes]:
             self.num_begun += 1
@@ -60,7 +60,7 @@ class Client:
             return asyncio.get_running_loop().time() - begin
 
         seconds = asyncio.run(asyncio.wait_for(run(), 30))
-        assert self.num_ended == 1 and self.num_left == self.num_begun, "nothing goes on for nobody"
+        assert self.num_ended == 1 and self.num_left == self.num_begun, "the stream ends without a client"
         return seconds
 
 
@@ -90,7 +90,7 @@ async def answers(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
-def test_who_asks_for_nothing_is_dropped_and_who_asks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_clients_are_dropped_and_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async def client(port: int, *parts: bytes, gap: float = 0.0) -> int:
         """Sends these, each when the one before is answered; how many were, when the server hangs up."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -131,7 +131,7 @@ def test_who_asks_for_nothing_is_dropped_and_who_asks_is_answered(monkeypatch: p
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_body_that_is_too_long_is_refused_when_it_ends_or_comes_no_more(ends: bool) -> None:
-    """Many a client reads no answer before it has sent all, and one that closes its connection would never see it."""
+    """Many clients send all before they read a response, so a closed connection would hide the error."""
     parts = [{"type": "http.request", "body": b"x" * 80, "more_body": True}] * 20
     coming = iter([*parts, {"type": "http.request", "body": b"", "more_body": False}] if ends else parts)
 

@@ -1,4 +1,4 @@
-"""Engines on Ray: lists of prompts in Ray Data (`data.py`), replicas of a server on Ray Serve (`serve.py`).
+"""Engines on Ray: batch completion in Ray Data (`data.py`), replicas of the server on Ray Serve (`serve.py`).
 
-Each file imports what it needs of Ray: `pip install '.[ray]'` in the clone.
+Each file imports Ray: `pip install '.[ray]'` in the clone.
 """

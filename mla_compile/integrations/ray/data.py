@@ -1,7 +1,7 @@
-"""Ray Data: prompts in, completions out, by as many engines as there are machines.
+"""Ray Data: engines on any number of machines complete a dataset of prompts.
 
-A worker that is killed is started again by Ray, and its blocks run again; what they had given is dropped. A row's
-completion depends on its own columns alone, its seed among them, so the second run gives what the first would have.
+Ray restarts a worker that is killed, and runs its blocks again; their earlier results are dropped. The completion of a
+record depends only on its own columns, including its seed, so the second run gives the same result.
 """
 
 from dataclasses import fields, replace
@@ -34,7 +34,7 @@ _RESULTS = pa.schema(
         ("token_logprobs", pa.list_(pa.list_(_LOGPROB))),
     ]
 )
-"""The columns that a completion adds to its prompt's: its own fields but for the first and the last."""
+"""The columns that a completion adds: fields of `Completion`, besides the first and the last."""
 
 
 class EngineActor:
@@ -51,17 +51,17 @@ class EngineActor:
         )
         completed.write_parquet("completed")
 
-    A row has one of `prompt`, text, and `prompt_token_ids`. Columns with the names of `SamplingParams` override
-    `sampling` where they are not null. All columns stay, and these are added:
+    A record has a text `prompt` or `prompt_token_ids`. Columns named like fields of `SamplingParams` override
+    `sampling` where they are not null. All columns are kept, and these are added:
 
-    index: which of the prompt's `n` completions; each one is a row.
-    token_ids, text, finish_reason, error, acceptance_length: see `Completion`. A row that cannot be completed, whose
-        prompt is too long say, has the `finish_reason` "error"; the others go on.
-    token_logprobs: a list for each token, the chosen one first; null where `logprobs` did not ask for them.
+    index: the index among the prompt's `n` completions; each completion is a record.
+    token_ids, text, finish_reason, error, acceptance_length: see `Completion`. A record that cannot be completed, such
+        as one with too long a prompt, has the `finish_reason` "error"; the others continue.
+    token_logprobs: a list for each token, the chosen one first; null without `logprobs`.
 
-    An engine idles while the last rows of a batch end: let `batch_size` be many times `max_rows`. Rows that are to
-    differ though their prompts are equal need a `seed` each, or one row with `n`. Where a second run must have the
-    same bits whatever is beside a row, as sampling in low precision needs, set `batch_invariant`.
+    An engine is partly idle while a batch's last completions end: make `batch_size` many times `max_rows`. For
+    different samples of equal prompts, give each record its own `seed`, or use one record with `n`. For a rerun with
+    the same bits in any batch, as sampling in low precision needs, set `batch_invariant`.
     """
 
     def __init__(
@@ -77,25 +77,24 @@ class EngineActor:
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """Load a checkpoint, one for each actor.
+        """Load a checkpoint; each actor has its own.
 
         Args:
             model, tokenizer: as for `generate`.
-            dtype: of weights and caches, by torch's name. device: the first GPU that Ray has given the actor, else the
-                CPU.
+            dtype: of weights and caches, torch's name. device: by default the actor's first GPU, else the CPU.
             quantize, dequantize: as for `load_model`.
-            sampling: of rows that say nothing else; greedy by default.
-            max_new_tokens: at most so many a row, where `max_tokens` says nothing.
-            settings: of `EngineConfig`. `num_speculative_tokens` is 3 by default where the checkpoint has an MTP layer
-                or `drafter` is named; `max_model_len` is not more than the model's `max_position_embeddings`.
+            sampling: for records without their own settings; greedy by default.
+            max_new_tokens: limit for records without `max_tokens`.
+            settings: of `EngineConfig`. `num_speculative_tokens` is 3 by default if the checkpoint has an MTP layer or
+                `drafter` is given; `max_model_len` is at most the model's `max_position_embeddings`.
 
         Raises:
-            MLAError: a bad argument or checkpoint, named.
+            MLAError: a bad argument or checkpoint.
         """
         self._sampling = checked_sampling("sampling", SamplingParams() if sampling is None else sampling)
         check_positive("max_new_tokens", max_new_tokens)
         self._max_new_tokens = max_new_tokens
-        config_of(None, settings)  # a mistake is told before the checkpoint is read
+        config_of(None, settings)  # checks settings before the checkpoint is read
         self._checkpoint = Checkpoint.load(
             model,
             dtype=_dtype(dtype),
@@ -116,29 +115,29 @@ class EngineActor:
         """Complete a batch.
 
         Raises:
-            MLAError: a batch that is no Arrow table, one without prompts, one whose columns would be overwritten.
-            Exception: what the model raised.
+            MLAError: the batch is not an Arrow table, has no prompts, or has a column that would be overwritten.
+            Exception: from the model.
         """
         _check_columns(batch)
         columns = [name for name in (*_PROMPTS, *_SETTINGS) if name in batch.column_names]
         completions = [
-            (row, index, completion)
-            for row, given in enumerate(batch.select(columns).to_pylist())
+            (record, index, completion)
+            for record, given in enumerate(batch.select(columns).to_pylist())
             for index, completion in enumerate(self._ask(given))
         ]
         while self._engine.has_work():
             self._engine.step()
-        completed = batch.take(pa.array([row for row, _, _ in completions], pa.int64()))
+        completed = batch.take(pa.array([record for record, _, _ in completions], pa.int64()))
         results = [_result(index, completion) for _, index, completion in completions]
         for field in _RESULTS:
             values = pa.array([result[field.name] for result in results], field.type)
             completed = completed.append_column(field, values)
         return completed
 
-    def _ask(self, row: dict[str, Any]) -> list[Completion]:
-        """The completions of a row, which grow; a single one that has ended where it asks for what cannot be."""
+    def _ask(self, record: dict[str, Any]) -> list[Completion]:
+        """The running completions of a record; if it is invalid, one that has ended with an error."""
         try:
-            given = {name: value for name, value in row.items() if value is not None}
+            given = {name: value for name, value in record.items() if value is not None}
             prompt = self._encode({name: given.pop(name) for name in _PROMPTS if name in given})
             copies = replace(self._sampling, **given).copies()
             return [self._add(prompt, params) for params in copies]
@@ -166,10 +165,10 @@ def _check_columns(batch: object) -> None:
         raise MLAError("batch_format", "Arrow tables", type(batch).__name__, hint)
     if not any(name in batch.column_names for name in _PROMPTS):
         raise MLAError("batch", f"a column {' or '.join(_PROMPTS)}", ", ".join(batch.column_names) or "none")
-    taken = [name for name in _RESULTS.names if name in batch.column_names]
-    if taken:
+    reserved = [name for name in _RESULTS.names if name in batch.column_names]
+    if reserved:
         hint = "rename them with Dataset.rename_columns"
-        raise MLAError("batch", "no column that completions add", ", ".join(taken), hint)
+        raise MLAError("batch", "no column named like a result", ", ".join(reserved), hint)
 
 
 def _result(index: int, completion: Completion) -> dict[str, Any]:
@@ -189,5 +188,5 @@ def _logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
 def _dtype(name: object) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise MLAError("dtype", "the name of a torch dtype", repr(name), 'write "bfloat16", say')
+        raise MLAError("dtype", "the name of a torch dtype", repr(name), 'such as "bfloat16"')
     return found

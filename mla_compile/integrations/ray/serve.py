@@ -1,10 +1,9 @@
-"""Ray Serve: replicas of the server, one engine each, behind gateways that know which requests were answered.
+"""Ray Serve: replicas of the server, each with one engine, behind gateways that retry requests.
 
     client -> Ray's HTTP proxy -> Gateway -> Ray's router -> Replica: the app of `mla_compile.serving`, its engine
 
-Ray's proxy alone would give up a request whose replica dies. A gateway holds an answer back until its first bytes are
-there: up to then the request is sent to another replica, and nobody notices. Later it tells the client by name that
-its answer was cut.
+Ray's proxy alone would fail a request whose replica dies. A gateway holds a response back until its first bytes arrive:
+until then it can resend the request to another replica. After that it sends the client an error by name.
 """
 
 import asyncio
@@ -44,22 +43,22 @@ log = logging.getLogger(__name__)
 
 APP_NAME = "mla-compile"
 _ATTEMPTS = 3
-"""Replicas that a request may outlive. A request that kills them must not kill all."""
+"""Replicas that a request is sent to in turn: a request that crashes replicas must not crash all."""
 _PREFIX_CHARS = 4096
-"""How many characters of a prompt decide where it is routed."""
+"""Characters of a prompt that the router compares."""
 _PROBE_SECONDS = 10.0
-"""What completes nothing is answered at once."""
+"""Timeout of requests without completions."""
 _LAST_WORDS_SECONDS = 5.0
-"""Gateways stay so much longer than replicas, to tell clients whose answers were cut."""
+"""Gateways stop this much later than replicas, to send errors for interrupted answers."""
 _LOST = "replica_lost"
 _PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 _ROUTER_BOUNDS = {"imbalanced_threshold": 8, "do_eviction": True}
-"""Requests more than others have at which a replica gets no more for its prefixes; what it has seen is forgotten."""
+"""A replica this many requests ahead of others gets none for its prefixes; old prefixes are evicted."""
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A request on its way to a replica. prompt: the beginning of what it completes, for Ray's router; or empty."""
+    """A request to send to a replica. prompt: the beginning of its prompt, for Ray's router; may be empty."""
 
     scope: dict[str, Any]
     body: bytes
@@ -67,30 +66,30 @@ class Forwarded:
 
     @classmethod
     def of(cls, request: Request, body: bytes) -> "Forwarded":
-        """What a replica needs of it."""
+        """The parts of a request that a replica needs."""
         names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
         scope = {name: request.scope[name] for name in (*names, "headers", "client", "server")}
         return cls(scope, body, _beginning(body) if request.method == "POST" else "")
 
 
 def _beginning(body: bytes) -> str:
-    """JSON of a prompt, text or token ids or messages: equal beginnings of it are equal beginnings of the prompt."""
+    """The start of the prompt's JSON (text, token ids or messages): equal starts mean equal starts of prompts."""
     try:
         asked = json.loads(body)
         given = asked.get("prompt", asked.get("messages"))
         return "" if given is None else json.dumps(given)[:_PREFIX_CHARS]
     except (ValueError, AttributeError, RecursionError):
-        return ""  # the replica says what is wrong with it
+        return ""  # the replica reports the error
 
 
 class Replica:
     """The app and its engine."""
 
     async def __init__(self, settings: ServerSettings) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Load it; a replica is asked nothing before it is warm.
+        """Start the engine; Ray sends no requests before it is warm.
 
         Raises:
-            MLAError, RuntimeError: the engine cannot be started.
+            MLAError, RuntimeError: the engine failed to start.
         """
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._app = create_app(settings)
@@ -105,13 +104,13 @@ class Replica:
             await self._server.__aexit__()
 
     async def check_health(self) -> None:
-        """Ray calls it every now and then, and replaces a replica where it raises."""
+        """Called by Ray regularly; Ray replaces the replica if it raises."""
         if not self._server.is_ready:
-            raise RuntimeError("the engine has failed")
+            raise RuntimeError("the engine failed")
 
     async def answer(self, forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
-        """The messages of the app's answer, those together that are there together."""
-        # An empty queue attracts requests: those that come before Ray has noticed wait here, and go elsewhere then.
+        """The ASGI messages of the app's response, in groups that are ready together."""
+        # Ray prefers short queues: a failed replica's requests wait here until Ray notices and moves them.
         while forwarded.scope["method"] == "POST" and not self._server.is_ready:
             await asyncio.sleep(0.1)
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -126,11 +125,11 @@ class Replica:
                 yield [message for message in messages if message is not None]
             await task
         finally:
-            task.cancel()  # the app ends what nobody reads
+            task.cancel()  # cancels the request if the response is not read
             await asyncio.wait([task])
 
     async def page(self, forwarded: Forwarded) -> tuple[str, str]:
-        """The replica's name, and the text of an answer."""
+        """The replica's name, and the text of its response."""
         async with aclosing(self.answer(forwarded)) as answer:
             parts = [message.get("body", b"") async for messages in answer for message in messages]
         return self._name, b"".join(parts).decode()
@@ -140,7 +139,7 @@ class Replica:
 
         async def receive() -> Message:
             if not body:
-                await asyncio.Event().wait()  # a reader who goes cancels all this
+                await asyncio.Event().wait()  # cancelled when the client disconnects
             return body.pop()
 
         async def send(message: Message) -> None:
@@ -155,7 +154,7 @@ class Replica:
 
 
 class Gateway:
-    """Hands requests on to replicas. replicas: Ray's handle of their deployment."""
+    """Forwards requests to replicas. replicas: Ray's handle of their deployment."""
 
     def __init__(self, replicas: Any, settings: ServerSettings) -> None:
         self._replicas, self._settings = replicas, settings
@@ -163,12 +162,10 @@ class Gateway:
         self._answers = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:
-        """The answer of a replica that lives long enough."""
+        """The response of a replica, or an error."""
         response = await self._response(request)
         origin, allowed = request.headers.get("origin"), self._settings.allowed_origins
-        if (
-            "*" in allowed or origin in allowed
-        ):  # a replica's answer says so already, an error of ours does not
+        if "*" in allowed or origin in allowed:  # a replica's response has it; the gateway's errors do not
             response.headers.setdefault("Access-Control-Allow-Origin", "*" if "*" in allowed else str(origin))
         return response
 
@@ -187,12 +184,12 @@ class Gateway:
         except BackPressureError:
             return Busy().response()
         except (DeploymentUnavailableError, TimeoutError):
-            why = f"no replica has answered within {seconds:g} s"
+            why = f"no replica answered within {seconds:g} s"
             return Failure(why, status=503, retry_after=5).response()
 
     async def _answered(self, forwarded: Forwarded) -> Response:
         for _ in range(_ATTEMPTS):
-            # Ray's router by prefix looks at what stands first, and raises where that has no prompt.
+            # Ray's prefix router reads the first positional argument, and raises if it has no prompt.
             if forwarded.prompt:
                 messages = self._answers.remote(forwarded)
             else:
@@ -200,12 +197,12 @@ class Gateway:
             try:
                 return await _begun(messages)
             except RayActorError as error:
-                log.warning("a replica has ended before it answered; the request goes on: %s", error)
-        why = f"{_ATTEMPTS} replicas, one after the other, have ended before they answered"
+                log.warning("a replica exited before it answered; resending the request: %s", error)
+        why = f"{_ATTEMPTS} replicas in turn exited before they answered"
         return Failure(why, code=_LOST).response()
 
     async def _metrics(self, forwarded: Forwarded) -> Response:
-        """The pages of all replicas in one."""
+        """The metrics of all replicas on one page."""
         pages = dict(await self._replicas.broadcast("page", forwarded).results_async())
         registry = CollectorRegistry()
         registry.register(_Merged(pages))
@@ -213,7 +210,7 @@ class Gateway:
 
 
 class _Merged(Collector):
-    """The metrics of several replicas' pages; the replica becomes a label."""
+    """Merges the metrics of several replicas, with the replica as a label."""
 
     def __init__(self, pages: dict[str, str]) -> None:
         self._pages = pages
@@ -230,10 +227,10 @@ class _Merged(Collector):
 
 
 async def _begun(messages: Any) -> Response:
-    """A response whose first bytes are there. messages: of the app, as a replica yields them; Ray's generator.
+    """The response, once its first bytes have arrived. messages: Ray's generator of the replica's ASGI messages.
 
     Raises:
-        RayActorError: the replica has ended before.
+        RayActorError: the replica exited first.
     """
     parts: list[Message] = []
     try:
@@ -249,7 +246,7 @@ async def _begun(messages: Any) -> Response:
 
 
 async def _rest(bodies: list[Message], messages: Any, start: Message) -> AsyncGenerator[bytes]:
-    """The body, to its end or to that of the replica, which an event stream tells."""
+    """The body; if the replica exits, an event stream ends with an error."""
     try:
         while True:
             for body in bodies:
@@ -259,8 +256,8 @@ async def _rest(bodies: list[Message], messages: Any, start: Message) -> AsyncGe
             bodies = await anext(messages)
     except RayActorError:
         if not Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream"):
-            raise  # fewer bytes than its headers say: the client sees that
-        why = "the replica that answered has ended: what came before is a part of the answer"
+            raise  # the client gets fewer bytes than Content-Length
+        why = "the replica exited: the answer is incomplete"
         yield f"data: {json.dumps(Failure(why, code=_LOST).body())}\n\n".encode()
     finally:
         messages.cancel()
@@ -275,21 +272,21 @@ def build_app(
     """An application for `serve.run`, at the route prefix "/".
 
     Args:
-        settings: of each replica; `device` has no number, as Ray chooses the GPUs: as many as processes share its
-            model, on one machine.
-        replicas: engines, one each.
-        request_router: the path of a class of Ray's, or of one's own, that chooses the replica of a request. By default
-            Ray's `PrefixCacheAffinityRouter`, which chooses the one that has seen a prompt's beginning, where it can be
-            imported (Ray 2.60 asks for vLLM or SGLang for that), else Ray's default, the shorter of two queues.
+        settings: of each replica; `device` has no number, as Ray chooses the GPUs: `tensor_parallel_size` of one
+            machine.
+        replicas: the number of replicas, with one engine each.
+        request_router: the import path of a router class that chooses the replica of a request. By default Ray's
+            `PrefixCacheAffinityRouter`, which prefers replicas that have seen the prompt's beginning, if it can be
+            imported (Ray 2.60 needs vLLM or SGLang for that), else Ray's default, the shorter of two queues.
 
     Raises:
         MLAError: a bad argument, named.
     """
     check_positive("replicas", replicas)
     if settings.device not in ("cpu", "cuda"):
-        raise MLAError("device", "cpu or cuda, whose number Ray chooses", repr(settings.device))
+        raise MLAError("device", "cpu or cuda, as Ray chooses the GPU", repr(settings.device))
     num_gpus = settings.tensor_parallel_size if settings.device == "cuda" else 0
-    # The app refuses by itself what is too much; probes come on top.
+    # The app itself rejects excess requests; 64 more leaves room for probes.
     ongoing = settings.engine.max_rows + settings.max_waiting + 64
     options: dict[str, Any] = {}
     router = request_router or _prefix_router()
@@ -331,15 +328,15 @@ def _prefix_router() -> str | None:
 def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: int) -> None:
     """Serve until SIGTERM or Ctrl-C; running requests then have `shutdown_seconds`, unless a second signal comes.
 
-    It joins the Ray cluster that RAY_ADDRESS or `ray start` names; where there is none it starts one on this machine,
-    which ends with it. Machines of a cluster find the checkpoint by the same path.
+    Joins the Ray cluster of RAY_ADDRESS or `ray start`; without one, starts a cluster on this machine and stops it at
+    the end. All machines of a cluster need the checkpoint at the same path.
 
     Raises:
-        MLAError: a bad argument, named. RuntimeError: the engines cannot be started.
+        MLAError: a bad argument. RuntimeError: the engines failed to start.
     """
     settings = listening_at(host, settings)
     app = build_app(settings, replicas=replicas)
-    create_app(settings)  # a mistake is told here, not by each replica
+    create_app(settings)  # checks the settings here, not in each replica
     ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     _log_to_stderr()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would abort
@@ -349,7 +346,7 @@ def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: 
         log.info("ready: http://%s:%d, %d replicas", host, port, replicas)
         threading.Event().wait()
     except KeyboardInterrupt:
-        log.info("stopping: requests under way, if any, may take %g s more", settings.shutdown_seconds)
+        log.info("shutting down: running requests may take up to %g s", settings.shutdown_seconds)
         serve.delete(APP_NAME)
     finally:
         ray.shutdown()
@@ -358,13 +355,13 @@ def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: 
 def _run(app: Any) -> None:
     try:
         serve.run(app, name=APP_NAME, route_prefix="/")
-    except RuntimeError as error:  # it does not say why
+    except RuntimeError as error:  # lacks the reason
         why = serve.status().applications[APP_NAME].deployments[Replica.__name__].message
         raise RuntimeError(why) from error
 
 
 def _log_to_stderr() -> None:
-    """As `mla-compile serve` without replicas does: Ray's own form is JSON."""
+    """Log like `mla-compile serve` without replicas; Ray itself logs JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("mla-compile: %(message)s"))
     log.addHandler(handler)

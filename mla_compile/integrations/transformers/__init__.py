@@ -1,4 +1,4 @@
-"""A drop-in for Hugging Face transformers: its MLA models, unedited, on paged latents with MTP speculation."""
+"""Runs MLA models of Hugging Face transformers unedited, on paged latents with MTP speculation."""
 
 from mla_compile.integrations.transformers.accelerate import accelerate, restore
 from mla_compile.integrations.transformers.mtp import LongcatMtpLayer

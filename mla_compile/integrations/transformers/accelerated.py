@@ -1,4 +1,4 @@
-"""`Accelerated`: what an accelerated model has beside its weights."""
+"""`Accelerated`: the state of an accelerated model."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from mla_compile.models.layout import pack_adjacent
 
 
 class Accelerated:
-    """What an accelerated model has beside its weights, as `model.mla`: the target and the engine that serves it.
+    """The state of an accelerated model, `model.mla`: the target and the engine that runs it.
 
-    completions: of the last call of `generate`, one a row, with the steps it took and its acceptance length.
+    completions: of the last call of `generate`, one per row, with its number of steps and acceptance length.
     """
 
     own_class: type[PreTrainedModel]
@@ -28,14 +28,14 @@ class Accelerated:
         self._engine: Engine | None = self._made(config)
 
     def capture_report(self) -> CaptureReport | None:
-        """`Engine.capture_report` of the engine that serves now; None where there was no memory for one."""
+        """`Engine.capture_report` of the current engine; None if there was no memory for one."""
         return None if self._engine is None else self._engine.capture_report()
 
     def engine_for(self, call: GenerateCall) -> Engine:
-        """The engine, a roomier one if it must be.
+        """The engine for a call; a larger one replaces it if needed.
 
         Raises:
-            MLAError: the MTP layer is asked for, and there is none; a longer text than the model has positions for.
+            MLAError: the call needs an MTP layer that is missing, or more positions than the model has.
         """
         use_mtp = call.config.use_mtp
         if use_mtp and not self.target.has_mtp:
@@ -54,13 +54,13 @@ class Accelerated:
         drafts = 0 if use_mtp is False else self._drafts
         config = replace(self._config, num_speculative_tokens=drafts, max_rows=rows, max_model_len=length)
         if self._engine is None or config != self._config or not self.target.fits_its_caches():
-            self._engine = None  # where there is no memory for a new one, the next call tries again
+            self._engine = None  # if there is no memory for a new one, the next call retries
             self._engine = self._made(config)
             self._config = config
         return self._engine
 
     def _made(self, config: EngineConfig) -> Engine:
-        """An engine, and weights that lie as it likes them; `model.to` lays them elsewhere."""
+        """Make an engine, and pack adjacent weights again, which `model.to` separates."""
         engine = Engine(self.target, config)
         pack_adjacent(self.target)
         return engine

@@ -1,9 +1,9 @@
 """Paged latents behind the cache protocol of transformers' MLA models.
 
-Their attention hands the new latents of a layer to `past_key_values.update(kv_c, k_pe, layer_idx)`, expands what comes
-back into keys and values, and calls the attention function that the config names. Ours wants the latents, so `update`
-keeps them for it (`LatentLayer.take`) and returns them as they came: the expansion of the new tokens is then used by
-nobody, and the compiler drops it.
+Their attention passes a layer's new latents to `past_key_values.update(kv_c, k_pe, layer_idx)`, expands the result into
+keys and values, and calls the attention function named in the config. The function here needs the latents, so `update`
+keeps them (`LatentLayer.take`) and returns them unchanged: the expansion of the new tokens is then unused, and the
+compiler removes it.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from mla_compile.errors import MLAError
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
-    """The MLA attention modules of a transformers model, in order: those that can expand latents."""
+    """The MLA attention modules of a transformers model, in order: those with `expand_kv`."""
     return [module for module in model.modules() if hasattr(module, "expand_kv")]
 
 
 class LatentLayer(CacheLayerMixin):
-    """The paged latents of one attention module, and the new ones on their way from `update` to attention."""
+    """The paged latents of one attention module, and the new ones between `update` and attention."""
 
     def __init__(self, owner: "PagedLatentCache", attention: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,14 +46,14 @@ class LatentLayer(CacheLayerMixin):
         return key_states, value_states
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """What `update` kept. It keeps it no longer: a tensor left here would become an output of the graph."""
+        """Return what `update` kept, and drop it: a tensor left here would become an output of the graph."""
         if self._incoming is None:
             hint = "call it outside of generate's processors, criteria and streamers"
             raise MLAError("past_key_values", "the cache of the model's own generate", "another", hint)
         incoming, self._incoming = self._incoming, None
         return incoming
 
-    # Asked for masks and positions only: ours come with the batch.
+    # transformers calls these for masks and positions only, which come with the batch.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -69,9 +69,9 @@ class LatentLayer(CacheLayerMixin):
 
 
 class PagedLatentCache(Cache):
-    """The cache of one model (the trunk, or its MTP layer). `batch` says whose the tokens of a forward are.
+    """The cache of one model (the trunk, or its MTP layer). `batch` maps the tokens of a forward to rows.
 
-    Layers without MLA (Kimi-Linear's) get transformers' own layer for a recurrent state, `linear`.
+    Layers without MLA (Kimi-Linear's) use transformers' own layers for recurrent states, `linear`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,7 +85,7 @@ class PagedLatentCache(Cache):
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """The attention modules know their layers, as `mla_layer`."""
+        """Within the context, each attention module has its layer as `mla_layer`."""
         for layer in self.latent.values():
             vars(layer.attention)["mla_layer"] = layer
         try:

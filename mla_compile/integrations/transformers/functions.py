@@ -1,4 +1,4 @@
-"""The functions that stand in for transformers' own while an accelerated model generates: attention and experts."""
+"""Attention and experts that replace transformers' own while an accelerated model generates."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mla_compile.integrations.transformers.cache import PagedLatentCache
 
 ATTENTION = "mla_compile"
-"""The name of our attention function in transformers' `AttentionInterface`. It has no mask function of that name, which
-makes transformers build no mask."""
+"""The name of `attention` in transformers' `AttentionInterface`. No mask function has that name, so transformers builds
+no mask."""
 
 
 def attention(
@@ -44,8 +44,8 @@ def attention(
     batch, heads, tokens, _width = query.shape
     widths = [module.qk_nope_head_dim, module.qk_rope_head_dim]
     if query.device.type == "cpu":
-        # Mistral4 scales its queries last. Inductor asks of a product's input that is not in memory yet whether it has
-        # one row, which an unbacked size cannot say; what `cat` makes is in memory.
+        # Mistral4 scales its queries last. Inductor checks the size of a matrix product's unrealized input, which fails
+        # for an unbacked size; the output of `cat` is realized.
         query = torch.cat([query[..., : widths[0]], query[..., widths[0] :]], dim=-1)
     q_nope, q_pe = query.transpose(1, 2).flatten(0, 1).split(widths, dim=-1)
     w_uk, w_uv = up_projections(module.kv_b_proj.weight, heads, module.qk_nope_head_dim)
@@ -67,7 +67,7 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 def has_our_experts(module: Any) -> bool:
-    """Whether `experts` computes what a module does: gated SiLU experts in two stacked weights, without biases."""
+    """Whether `experts` can replace a module: gated SiLU experts in two stacked weights, without biases."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     return (
         isinstance(gate_up, nn.Parameter)
@@ -84,7 +84,7 @@ def experts(
 ) -> Tensor:
     """Routed experts, in the form of transformers' expert modules: `[tokens, hidden_size]` to the same.
 
-    cache: it knows whose the tokens are. Ids past the stacked weights are LongCat-Flash's zero-computation experts,
+    cache: its `batch` maps tokens to rows. Ids past the stacked weights are LongCat-Flash's zero-computation experts,
     which return their input.
     """
     num_experts = module.down_proj.shape[0]

@@ -1,4 +1,4 @@
-"""What a call of `generate` asks for, in our words; what we cannot honour is refused by name."""
+"""Translates a call of `generate`; unsupported arguments are rejected by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from mla_compile.speculate import SamplingParams
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
-"""How to fix what we refuse and stock transformers does."""
+UNDO = "or undo accelerate with mla_compile.integrations.transformers.restore(model)"
+"""The hint for arguments that only stock transformers supports."""
 _COMPILED = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -33,7 +33,7 @@ _COMPILED = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-"""What the compiled step does, in transformers' order: our name of the parameter, and theirs."""
+"""Processors that the compiled step implements, in transformers' order: our name of the parameter, and theirs."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class GenerateCall:
     """One call of `generate`.
 
     input_ids: int64 `[rows, width]`, padded on the left. prompts: the same without padding.
-    stop_ids: end-of-sequence ids. pad_id: what stands after a row's end.
-    sampling: per row. In a call that `processors` treat it only shapes the drafts.
-    processors: what must see the logits on the host; None where the compiled step chooses the tokens.
+    stop_ids: end-of-sequence ids. pad_id: fills a row after its end.
+    sampling: per row. With `processors` it only affects the drafts.
+    processors: those that run on the host; None if the compiled step chooses the tokens.
     criteria: stopping criteria beyond the length and the end-of-sequence ids.
     """
 
@@ -73,13 +73,13 @@ class GenerateCall:
         streamer: "BaseStreamer | None",
         model_kwargs: dict[str, Any],
     ) -> "GenerateCall":
-        """From what `generate` has prepared. Raises `MLAError` for what we cannot do, before anything runs."""
+        """Translate the arguments that `generate` prepared. Raises `MLAError` for unsupported ones."""
         _check_config(config)
         _check_model_kwargs(model_kwargs)
         for processor in processors:
             _check_processor(processor)
         rows, width = input_ids.shape
-        # By type: a subclass may decide otherwise.
+        # By exact type, as a subclass may behave differently.
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
@@ -115,12 +115,14 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     positions = model_kwargs.get("position_ids")
     usual = (live.long().cumsum(dim=-1) - 1).masked_fill(~live, 0)
     if positions is not None and not bool(((positions == usual) | ~live).all()):
-        raise MLAError("position_ids", "each row counted from its first token", "others", "leave it out")
+        raise MLAError(
+            "position_ids", "each row counted from its first token", "other positions", "remove it"
+        )
     return [row[keep].tolist() for row, keep in zip(input_ids, live, strict=True)]
 
 
 def _is_compiled(processors: LogitsProcessorList, *, is_padded: bool) -> bool:
-    """Whether the compiled step does what the processors do: each at most once, in its order, with nothing special.
+    """Whether the compiled step implements the processors: each at most once, in its order, with default options.
 
     is_padded: whether any prompt is shorter than the longest.
     """
@@ -142,9 +144,9 @@ def _is_compiled(processors: LogitsProcessorList, *, is_padded: bool) -> bool:
 
 
 def _sampling(processors: LogitsProcessorList, rows: int, *, do_sample: bool) -> list[SamplingParams]:
-    """Each row's parameters; seeds come from torch's generator, so that `torch.manual_seed` repeats a text.
+    """Each row's parameters; seeds come from torch's generator, so `torch.manual_seed` makes texts repeatable.
 
-    Exact where `_is_compiled`; otherwise they only shape the drafts.
+    Exact if `_is_compiled`; otherwise they only affect the drafts.
     """
     values: dict[str, Any] = {"temperature": 1.0}
     for processor in processors:
@@ -159,15 +161,15 @@ def _sampling(processors: LogitsProcessorList, rows: int, *, do_sample: bool) ->
 
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "use_cache": (lambda value: value is False, "True: the latents live in a cache"),
-    "cache_implementation": (bool, "None: the latents live in our pages"),
-    "compile_config": (bool, "None: give mode to accelerate instead"),
-    "output_attentions": (bool, "False: attention weights are never formed"),
+    "use_cache": (lambda value: value is False, "True, as the latents are cached"),
+    "cache_implementation": (bool, "None, as the latents are in pages"),
+    "compile_config": (bool, "None; pass mode to accelerate instead"),
+    "output_attentions": (bool, "False, as attention weights are never computed"),
     "output_hidden_states": (bool, "False"),
     "token_healing": (bool, "False"),
-    "is_assistant": (bool, "False: an accelerated model drafts with its own MTP layer"),
-    "prompt_lookup_num_tokens": (bool, "None: drafts come from the MTP layer"),
-    "assistant_early_exit": (bool, "None: drafts come from the MTP layer"),
+    "is_assistant": (bool, "False, as an accelerated model has its own drafter"),
+    "prompt_lookup_num_tokens": (bool, "None, as an accelerated model has its own drafter"),
+    "assistant_early_exit": (bool, "None, as an accelerated model has its own drafter"),
 }
 
 
@@ -175,7 +177,7 @@ def _check_config(config: GenerationConfig) -> None:
     for name, (is_refused, expected) in _REFUSED.items():
         value = getattr(config, name, None)
         if is_refused(value):
-            raise MLAError(name, expected, value, f"leave it out, {UNDO}")
+            raise MLAError(name, expected, value, f"remove it, {UNDO}")
 
 
 _KNOWN_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -185,19 +187,17 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
     for name, value in model_kwargs.items():
         given = bool(value) if isinstance(value, dict) else value is not None
         if name not in _KNOWN_KWARGS and given:
-            raise MLAError(name, "nothing beyond token ids and their mask", type(value).__name__, UNDO)
+            raise MLAError(name, "only token ids and their mask", type(value).__name__, UNDO)
     cache = model_kwargs.get("past_key_values")
-    # `generate` makes an empty one, which stays so.
+    # `generate` makes an empty one, which is not used.
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise MLAError("past_key_values", "None: the latents live in our pages", type(cache).__name__, UNDO)
+        raise MLAError("past_key_values", "None, as the latents are in pages", type(cache).__name__, UNDO)
 
 
 def _check_processor(processor: object) -> None:
     name = type(processor).__name__
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        raise MLAError("guidance_scale", f"None: {name} runs the model itself", "a scale", UNDO)
+        raise MLAError("guidance_scale", f"None, as {name} runs the model itself", "a scale", UNDO)
     if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
-        expected = (
-            f"no SynthID: {name} counts its calls, and speculation calls it for tokens that are rejected"
-        )
+        expected = f"None, as {name} counts its calls, and speculation calls it for rejected tokens too"
         raise MLAError("watermarking_config", expected, name, UNDO)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AcceleratedGeneration(GenerationMixin):
-    """Mixed into an accelerated model's class: `generate` prepares everything as ever and then calls one of these."""
+    """Mixed into an accelerated model's class: `generate` prepares everything as usual, then calls these methods."""
 
     mla: Any  # an `Accelerated`; transformers evaluates the annotations of model classes
 
@@ -37,13 +37,13 @@ class AcceleratedGeneration(GenerationMixin):
         assistant_tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        # The tokenizers have served: stop strings are among the criteria.
+        # The tokenizers are not needed: stop strings are among the criteria.
         if synced_gpus:
-            raise MLAError("synced_gpus", "False: one process runs the model", synced_gpus)
+            raise MLAError("synced_gpus", "False, as one process runs the model", synced_gpus)
         call = GenerateCall.of(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        with _TURN:
+        with _LOCK:
             return _generate(self.mla, call)
 
     def _assisted_decoding(  # type: ignore[override]
@@ -53,10 +53,10 @@ class AcceleratedGeneration(GenerationMixin):
         inputs_tensor: Any = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """What `use_mtp=True` chooses."""
+        """Called for `use_mtp=True`."""
         if assistant_model is not None:
-            expected = "None: an accelerated model has its own drafter"
-            raise MLAError("assistant_model", expected, type(assistant_model).__name__, "leave it out")
+            expected = "None, as an accelerated model has its own drafter"
+            raise MLAError("assistant_model", expected, type(assistant_model).__name__, "remove it")
         return self._sample(*args, **kwargs)
 
     def _beam_search(  # type: ignore[override]
@@ -65,8 +65,8 @@ class AcceleratedGeneration(GenerationMixin):
         raise MLAError("num_beams", "1", generation_config.num_beams, f"sample, {UNDO}")
 
 
-_TURN = threading.RLock()
-"""Shared by all accelerated models: `generate` is called from threads, for streamers, which share CUDA graphs."""
+_LOCK = threading.RLock()
+"""One lock for all accelerated models: streamers run `generate` in threads, which share CUDA graphs."""
 
 
 def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
@@ -80,7 +80,7 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
             call.prompts,
             max_new_tokens=call.max_new_tokens,
             sampling=call.sampling,
-            # No token is one of the others; -1 stands for none in some configs.
+            # Some configs have -1 for no id.
             stop_ids=[id for id in call.stop_ids if 0 <= id < engine.model.vocab_size],
             choose=choice,
         ):
@@ -105,9 +105,9 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
 
 
 class _Columns:
-    """The tokens of all rows, position by position, as transformers' own loop would have made them.
+    """The tokens of all rows, position by position, as transformers' own loop generates them.
 
-    Rows run ahead of one another here; streamers and stopping criteria are shown a position once every row has it.
+    Rows advance at different speeds; streamers and stopping criteria get a position once every row has it.
     """
 
     def __init__(self, call: GenerateCall, choice: "_ProcessedChoice | None") -> None:
@@ -116,20 +116,20 @@ class _Columns:
         self._columns: list[list[int]] = []
         self._done = [False] * len(call.prompts)
         prompts = call.input_ids
-        # For criteria: the prompts and as many of the columns as there are.
+        # For criteria: the prompts and the columns so far.
         self._ids = torch.cat([prompts, prompts.new_zeros(len(prompts), call.max_new_tokens)], dim=1)
 
     def count(self) -> int:
         return len(self._columns)
 
     def sequences(self) -> Tensor:
-        """The padded prompts and what followed, int64 `[rows, width + count]`."""
+        """The padded prompts and the generated tokens, int64 `[rows, width + count]`."""
         prompts = self._call.input_ids
         columns = torch.tensor(self._columns, dtype=torch.int64, device=prompts.device)
         return torch.cat([prompts, columns.view(-1, len(self._done)).T], dim=1)
 
     def extend(self, completions: Sequence[Completion]) -> bool:
-        """Take the positions that are complete; whether every row is done."""
+        """Add the positions that every row has; return whether all rows are done."""
         while self.count() < self._call.max_new_tokens and not all(self._done):
             tokens = self._next(completions)
             if tokens is None:
@@ -140,7 +140,7 @@ class _Columns:
     def _next(self, completions: Sequence[Completion]) -> list[int] | None:
         tokens = []
         for completion, done in zip(completions, self._done, strict=True):
-            # transformers pads the rows that are done only where there is an end-of-sequence id.
+            # transformers pads finished rows only if there is an end-of-sequence id.
             if done and self._call.stop_ids:
                 tokens.append(self._call.pad_id)
             elif len(completion.token_ids) > self.count():
@@ -173,10 +173,10 @@ class _Columns:
 
 
 class _ProcessedChoice:
-    """Tokens from logits that transformers' processors have been over; a `TokenChooser`.
+    """Chooses tokens from logits processed by transformers' processors; a `TokenChooser`.
 
-    A processor sees what it would see without drafts: all rows at one length, padded prompts included. So it is
-    called once for each length that occurs, and only the rows that have this length keep what comes of it.
+    A processor gets the same input as without drafts: all rows at one length, padded prompts included. So it is called
+    once for each length that occurs, and only the rows of this length keep its result.
     """
 
     def __init__(self, call: GenerateCall) -> None:
@@ -185,7 +185,7 @@ class _ProcessedChoice:
         self._processors: Any = call.processors
         count = len(call.prompts)
         self._completions = [Completion() for _ in range(count)]
-        # What each row's last step had, until it is known how many tokens it gave: scores, logits, tokens before it.
+        # Of each row's last step, until its number of tokens is known: scores, logits, tokens before it.
         self._pending: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._kept: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(count)]
 
@@ -225,7 +225,7 @@ class _ProcessedChoice:
         return scores
 
     def _noise(self, rows: list[int], scores: Tensor) -> Tensor:
-        """What the compiled step would add: the tokens do not depend on where they are chosen."""
+        """The noise that the compiled step would add, so tokens are the same wherever they are chosen."""
         device, call = scores.device, self._call
         seeds = torch.tensor([[call.sampling[row].seed] for row in rows], device=device)
         starts = [len(call.prompts[row]) + len(self._completions[row].token_ids) for row in rows]

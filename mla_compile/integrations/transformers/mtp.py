@@ -1,4 +1,4 @@
-"""The MTP layer of a transformers model: the one transformers loads, or LongCat-Flash's, for which it has no class."""
+"""The MTP layer of a transformers model, loaded by transformers, or LongCat-Flash's, which transformers lacks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ from mla_compile.speculate.drafter import ANY_MODEL
 
 
 class MissingMtpLayer(MLAError):
-    """A model's config names an MTP layer whose weights are nowhere."""
+    """A model's config names an MTP layer whose weights cannot be found."""
 
 
 class LongcatMtpLayer(nn.Module):
     """LongCat-Flash's MTP layer: one attention and one dense MLP where a trunk layer has two of each and experts.
 
-    The computation is that of vLLM's `longcat_flash_mtp`. Called as transformers' `MtpLayer` is.
+    The computation is that of vLLM's `longcat_flash_mtp`; the call is that of transformers' `MtpLayer`.
     """
 
     def __init__(self, model: LongcatFlashForCausalLM) -> None:
@@ -50,7 +50,7 @@ class LongcatMtpLayer(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model: LongcatFlashForCausalLM) -> "LongcatMtpLayer":
-        """The layer that the model's checkpoint holds under `model.mtp`. Raises `MissingMtpLayer` where it does not."""
+        """Load the layer from `model.mtp` of the model's checkpoint. Raises `MissingMtpLayer` if it is not there."""
         layer = cls(model)
         files = SafetensorFiles(_directory(model))
         with torch.no_grad():
@@ -75,7 +75,7 @@ class LongcatMtpLayer(nn.Module):
         position_ids: Tensor | None,
         past_key_values: Any,
     ) -> Tensor:
-        """All `[batch, tokens, hidden_size]`; hidden states after the layer's final norm."""
+        """All `[batch, tokens, hidden_size]`; returns hidden states after the layer's final norm."""
         joined = torch.cat([self.enorm(inputs_embeds), self.hnorm(previous_hidden_state)], dim=-1)
         hidden = self.eh_proj(joined)
         attended, _ = self.self_attn(
@@ -93,7 +93,7 @@ def _directory(model: PreTrainedModel) -> Path:
     """The checkpoint that the model was loaded from: a directory, or a snapshot in the Hugging Face cache.
 
     Raises:
-        MissingMtpLayer: it is not on this machine; nothing is downloaded.
+        MissingMtpLayer: it is not on this machine. Nothing is downloaded.
     """
     path: Any = model.config.name_or_path
     if Path(path).is_dir():
@@ -101,7 +101,7 @@ def _directory(model: PreTrainedModel) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except (OSError, ValueError) as error:  # not in the cache; not the name of a repository
-        expected = "a model whose checkpoint, with its MTP layer, is still on this machine"
+        expected = "a model whose checkpoint, with its MTP layer, is on this machine"
         raise MissingMtpLayer(
             "mtp", expected, path, f"give the layer as mtp, or drafter={ANY_MODEL!r}"
         ) from error
@@ -118,36 +118,36 @@ def _published_name(ours: str) -> str:
 
 
 def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None:
-    """The layer that drafts: out of `mtp`, or from the checkpoint that the model was loaded from.
+    """The MTP layer that drafts: from `mtp`, or from the checkpoint that the model was loaded from.
 
     mtp: a `MtpModel` or a `LongcatMtpLayer`.
 
-    Returns None where the model's config names none.
+    Returns None if the model's config names none.
 
     Raises:
-        MissingMtpLayer: the config names one that is nowhere to be found.
+        MissingMtpLayer: the config names one that cannot be found.
         MLAError: the config names several, or `mtp` is neither.
     """
     if mtp is None:
         if _num_mtp_layers(model) == 0:
             return None
         if not model.config.name_or_path:
-            expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
+            expected = "a model loaded from a checkpoint that has its MTP layer"
             hint = f"give the layer as mtp, or drafter={ANY_MODEL!r}"
-            raise MissingMtpLayer("mtp", expected, "a model without one", hint)
+            raise MissingMtpLayer("mtp", expected, "a model without a checkpoint", hint)
         mtp = _load(model)
     if isinstance(mtp, LongcatMtpLayer):
         return mtp
     if not isinstance(mtp, MtpModel):
         raise MLAError("mtp", "a transformers MtpModel or a LongcatMtpLayer", type(mtp).__name__)
     if mtp.num_mtp_layers != 1:
-        raise MLAError("mtp", "one MTP layer, which drafts several tokens in turn", mtp.num_mtp_layers)
+        raise MLAError("mtp", "one MTP layer, which can draft several tokens", mtp.num_mtp_layers)
     layer: nn.Module = mtp.layers[0]
     return layer
 
 
 def _num_mtp_layers(model: PreTrainedModel) -> int:
-    """As the config has it; all LongCat-Flash models have one, which their configs do not name."""
+    """The number in the config; LongCat-Flash models have one, which their configs omit."""
     if isinstance(model, LongcatFlashForCausalLM):
         return 1
     config = model.config.get_text_config()
@@ -163,7 +163,7 @@ def _load(model: PreTrainedModel) -> nn.Module:
             "drafter", f"{ANY_MODEL!r} for a model with several MTP layers", f"'mtp', and {count} layers"
         )
     directory = _directory(model)
-    SafetensorFiles(directory)  # refuses what transformers would follow out of it
+    SafetensorFiles(directory)  # rejects files outside of it, which transformers would read
     try:
         with _mtp_known(model, directory):
             loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
@@ -175,9 +175,9 @@ def _load(model: PreTrainedModel) -> nn.Module:
 
 @contextmanager
 def _mtp_known(model: PreTrainedModel, directory: Path) -> Iterator[None]:
-    """What `MtpModel.from_pretrained` asks of a model, and GLM-4 MoE Lite lacks; the directory as its checkpoint.
+    """Set what `MtpModel.from_pretrained` needs of a model and GLM-4 MoE Lite lacks, and the checkpoint's directory.
 
-    It also finds the layer's weights by the published models' numbers of layers, 61 or 47, whatever this one has.
+    `from_pretrained` also assumes the published models' 61 or 47 layers: this sets the model's own number.
     """
     config: Any = model.config.get_text_config()
     name_or_path = model.config.name_or_path
@@ -189,7 +189,7 @@ def _mtp_known(model: PreTrainedModel, directory: Path) -> Iterator[None]:
     try:
         for name, value in missing.items():
             setattr(config, name, value)
-        model.config.name_or_path = str(directory)  # or a hub's name would be looked up on the network
+        model.config.name_or_path = str(directory)  # a hub name would cause a network request
         model._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.{config.num_hidden_layers}\."}
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Recurrent layers between MLA layers (Kimi-Linear): their states, one for each row, and tokens laid out in rows."""
+"""Recurrent layers between MLA layers (Kimi-Linear): one state per row, and tokens arranged in rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +16,10 @@ Run = Callable[[Tensor, Tensor, MLABatch], Tensor]
 
 
 class RecurrentStates:
-    """States of the `linear` layers of a cache, each `[places, ...]`, convolution's and recurrence's.
+    """Convolution and recurrent states of the `linear` layers of a cache, each `[slots, ...]`.
 
-    A row's place follows from its first page, since an engine gives each row a block of pages; place 0 is that of the
-    dummy page, which padding rows share. Around a forward the rows' states are copied to the layers and back.
+    A row's slot follows from its first page, as the engine gives each row a block of pages; slot 0 belongs to the dummy
+    page, which padding rows share. A forward copies the rows' states to the layers and back.
     """
 
     def __init__(self, cache: PagedLatentCache) -> None:
@@ -28,37 +28,37 @@ class RecurrentStates:
         self._pools: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, num_pages: int) -> None:
-        """Forget all states; new ones are made when the first forward shows their shapes."""
+        """Drop all states; the first forward allocates new ones, once it knows their shapes."""
         self._num_pages, self._pools = num_pages, []
 
     def forward(self, run: Run, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
-        """Hidden states `[tokens, hidden_size]` of decode rows of one token each, then of prompt chunks, one by one."""
+        """Hidden states `[tokens, hidden_size]`: of decode rows with one token each, then of prompt chunks in turn."""
         if batch.decode is None:
             assert batch.prefill is not None
             return self._prefill(run, token_ids, positions, batch.prefill)
-        assert batch.decode.q_len == 1, "recurrent layers take no drafts"
+        assert batch.decode.q_len == 1, "recurrent layers do not support drafts"
         if batch.prefill is None:
             return self._decode(run, token_ids, positions, batch.decode)
         rows = batch.decode.block_table.shape[0]
-        # First, as the rows whose prompts these are run in it too, inactive, and leave states that mean nothing.
+        # Runs first: it includes the prompts' rows as inactive ones, whose states the prefill then overwrites.
         before = None
         if self._pools:
             before = self._decode(run, token_ids[:rows], positions[:rows], batch.decode)
         hidden = self._prefill(run, token_ids[rows:], positions[rows:], batch.prefill)
-        if before is None:  # nobody decodes yet
+        if before is None:  # no row has decoded yet
             before = hidden.new_zeros(rows, hidden.shape[1])
         return torch.cat([before, hidden])
 
     def _decode(self, run: Run, token_ids: Tensor, positions: Tensor, segment: DecodeSegment) -> Tensor:
-        places = _places(segment.block_table)
-        self._load(places)
+        slots = _slots(segment.block_table)
+        self._load(slots)
         hidden = run(token_ids[:, None], positions[:, None], MLABatch(decode=segment))[:, 0]
-        self._store(places)
+        self._store(slots)
         return hidden
 
     def _prefill(self, run: Run, token_ids: Tensor, positions: Tensor, segment: PrefillSegment) -> Tensor:
         hidden, start = [], 0
-        places = _places(segment.block_table)
+        slots = _slots(segment.block_table)
         for row, (q_len, seq_len) in enumerate(segment.host_lens.tolist()):
             if q_len == 0:  # padding
                 continue
@@ -70,10 +70,10 @@ class RecurrentStates:
             if seq_len == q_len:
                 self._clear()
             else:
-                self._load(places[one])
+                self._load(slots[one])
             hidden.append(run(token_ids[None, tokens], positions[None, tokens], MLABatch(prefill=part))[0])
             self._make_pools(segment.block_table.shape[1])
-            self._store(places[one])
+            self._store(slots[one])
             start += q_len
         return torch.cat(hidden)
 
@@ -90,22 +90,22 @@ class RecurrentStates:
 
     def _clear(self) -> None:
         for layer in self._layers:
-            layer.__init__()  # as transformers makes it for a new text
+            layer.__init__()  # as transformers does for a new text
 
-    def _load(self, places: Tensor) -> None:
+    def _load(self, slots: Tensor) -> None:
         for layer, (conv, recurrent) in zip(self._layers, self._pools, strict=True):
-            layer.conv_states[0], layer.recurrent_states[0] = conv[places], recurrent[places]
+            layer.conv_states[0], layer.recurrent_states[0] = conv[slots], recurrent[slots]
             layer.has_previous_state[0] = True
 
-    def _store(self, places: Tensor) -> None:
+    def _store(self, slots: Tensor) -> None:
         for layer, (conv, recurrent) in zip(self._layers, self._pools, strict=True):
-            conv.index_copy_(0, places, layer.conv_states[0])
-            recurrent.index_copy_(0, places, layer.recurrent_states[0])
+            conv.index_copy_(0, slots, layer.conv_states[0])
+            recurrent.index_copy_(0, slots, layer.recurrent_states[0])
             # Tensors left there would become outputs of the graph.
             layer.conv_states[0] = layer.recurrent_states[0] = None
 
 
-def _places(block_table: Tensor) -> Tensor:
-    """int64 `[rows]`: rows own blocks of as many pages as the table is wide, from page 1 on."""
+def _slots(block_table: Tensor) -> Tensor:
+    """The slot of each row, int64 `[rows]`: row blocks start at page 1, each as long as the table is wide."""
     width = block_table.shape[1]
     return ((block_table[:, 0] + (width - 1)) // width).long()

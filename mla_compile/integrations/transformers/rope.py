@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies follow the length of the text, held still while a compiled step runs."""
+"""Rotary embeddings whose frequencies depend on the text's length, fixed during a call of `generate`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from mla_compile.errors import MLAError
 
 
 class FixedRope:
-    """LongRoPE (MiniCPM3) has frequencies for short texts and for long ones. transformers looks at the positions in
-    every forward, which a captured graph cannot; here a call of `generate` has the ones of its longest possible row.
+    """LongRoPE (MiniCPM3) has frequencies for short and for long texts. transformers chooses by the positions in every
+    forward, which a captured graph cannot do; here the longest possible row of a call of `generate` decides.
 
-    So they differ only for a text that grows over the border while it is generated: transformers changes them then
-    and keeps the keys of the old ones; here they are the long ones throughout.
+    Results differ only for a text that crosses the limit during generation: transformers changes frequencies then and
+    keeps the keys of the old ones; here the long ones are used throughout.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,15 +24,15 @@ class FixedRope:
         for module in list[Any](model.modules()):
             rope_type = getattr(module, "rope_type", None)
             if rope_type == "longrope":
-                # One tensor that stays where it is; transformers puts a new one in its place in each forward.
+                # A tensor with a static address; transformers assigns a new one in each forward.
                 self._modules.append((module, torch.empty_like(module.inv_freq)))
             elif isinstance(rope_type, str) and "dynamic" in rope_type:
-                expected = "a rope_type whose frequencies do not depend on the length"
+                expected = "a rope_type with frequencies independent of the length"
                 raise MLAError("model", expected, rope_type)
 
     @contextmanager
     def fixed(self, longest: int) -> Iterator[None]:
-        """The frequencies for rows of up to `longest` tokens."""
+        """Use the frequencies for rows of up to `longest` tokens."""
         before = [module.inv_freq for module, _ in self._modules]
         try:
             for module, inv_freq in self._modules:
@@ -45,11 +45,11 @@ class FixedRope:
 
 
 def _frequencies(module: Any, longest: int) -> Tensor:
-    border = module.config.rope_parameters["original_max_position_embeddings"]
-    if longest <= border:
+    limit = module.config.rope_parameters["original_max_position_embeddings"]
+    if longest <= limit:
         short: Tensor = module.original_inv_freq
         return short
     frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](
-        module.config, module.inv_freq.device, seq_len=border + 1
+        module.config, module.inv_freq.device, seq_len=limit + 1
     )[0]
     return frequencies

@@ -1,4 +1,4 @@
-"""A transformers model, and its MTP layer, as what our engine serves."""
+"""`TransformersTarget`: a transformers model and its MTP layer as a `ServedModel`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class TransformersTarget(nn.Module):
-    """Runs the model's own forward on packed tokens, which to transformers are one sequence `[1, tokens]`.
+    """Runs the model's own forward on packed tokens as one sequence `[1, tokens]`.
 
-    Its modules are token-wise but for attention, which is ours and knows whose the tokens are, and for recurrent
-    layers, for which `RecurrentStates` lays the tokens out in rows. Call it inside `installed()`.
+    Its modules are token-wise, except attention, which is replaced and separates the rows, and recurrent layers, for
+    which `RecurrentStates` arranges the tokens in rows. Call it inside `installed()`.
     """
 
     def __init__(self, model: "PreTrainedModel", mtp_layer: nn.Module | None) -> None:
-        """mtp_layer: called as transformers' `MtpLayer` is; None where no MTP layer drafts.
+        """mtp_layer: with the call of transformers' `MtpLayer`; None if no MTP layer drafts.
 
         Raises:
-            MLAError: a model that cannot be run so.
+            MLAError: an unsupported model.
         """
         super().__init__()
         check_model(model)
@@ -41,10 +41,10 @@ class TransformersTarget(nn.Module):
         self._mtp = None if mtp_layer is None else PagedLatentCache(mtp_layer)
         self._states = RecurrentStates(self._trunk) if self._trunk.linear else None
         modules: list[Any] = list(self.modules())
-        # By identity: equal configs are not the same one, and are compared slowly.
+        # By identity: equal configs are distinct objects, and comparing them is slow.
         configs: list[Any] = [getattr(module, "config", None) for module in modules]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
-        # Made once: a compiled step knows the very objects.
+        # Made once: a compiled step guards on these objects.
         self._experts: list[tuple[Any, Any]] = [
             (module, partial(experts, module, cache))
             for part, cache in ((model, self._trunk), (mtp_layer, self._mtp))
@@ -61,7 +61,7 @@ class TransformersTarget(nn.Module):
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Positions that the model was made for, as its config has them."""
+        """The number of positions in the model's config."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
@@ -83,7 +83,7 @@ class TransformersTarget(nn.Module):
         return cache is not None and _is_like(cache, _up_projection(self._trunk))
 
     def prepare(self, num_pages: int) -> None:
-        """Place what must lie where the model's weights lie by now, and forget the states of recurrent layers."""
+        """Move the MTP layer and rotary frequencies to the weights' device, and drop recurrent states."""
         if self.mtp_layer is not None and self._mtp is not None:
             weight = _up_projection(self._trunk)
             if not _is_like(weight, _up_projection(self._mtp)):  # `model.to` does not reach the layer
@@ -109,7 +109,7 @@ class TransformersTarget(nn.Module):
         return ForwardOutput(self._run(token_ids[None], positions[None], batch)[0])
 
     def _run(self, input_ids: Tensor, position_ids: Tensor, batch: MLABatch) -> Tensor:
-        """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` takes the tokens row by row."""
+        """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` has the tokens row by row."""
         self._trunk.batch = batch
         out = self.model.get_decoder()(
             input_ids=input_ids, position_ids=position_ids, past_key_values=self._trunk, use_cache=True
@@ -130,7 +130,7 @@ class TransformersTarget(nn.Module):
         assert self.mtp_layer is not None
         assert self._mtp is not None
         embeds = self.model.get_input_embeddings()(next_token_ids[None])
-        # transformers counts an MTP position from the token that it reads, which is the next one.
+        # In transformers, an MTP position is that of its input token, which is the next one.
         position_ids = positions[None] + 1
         self._mtp.batch = batch
         out: Tensor = self.mtp_layer(
@@ -146,13 +146,13 @@ class TransformersTarget(nn.Module):
 
     @contextmanager
     def installed(self, longest: int) -> Iterator[None]:
-        """Our attention and experts in place of transformers'. Outside, the model is as it was.
+        """Replace transformers' attention and experts within the context.
 
         longest: tokens of the longest row, prompt and generation together.
         """
-        check_model(self.model)  # adapters may have come since
+        check_model(self.model)  # adapters may have been added
         before = [config._attn_implementation for config in self._configs]
-        # A forward that somebody else has put there stays.
+        # Keeps a forward that other code has set.
         replaced = [(module, forward) for module, forward in self._experts if "forward" not in vars(module)]
         with ExitStack() as stack:
             for cache in self._paged():
@@ -172,7 +172,7 @@ class TransformersTarget(nn.Module):
 
 
 def _up_projection(cache: PagedLatentCache) -> Tensor:
-    """The weight that a cache takes its dtype and device from."""
+    """The weight that determines a cache's dtype and device."""
     weight: Tensor = next(iter(cache.latent.values())).attention.kv_b_proj.weight
     return weight
 
@@ -182,15 +182,15 @@ def _is_like(x: Tensor, y: Tensor) -> bool:
 
 
 def check_model(model: Any) -> None:
-    """Raises `MLAError` for a model that `TransformersTarget` would run wrongly."""
+    """Raises `MLAError` for a model that `TransformersTarget` cannot run correctly."""
     _check_whole(model)
     layers = attention_layers(model)
     if not layers or not hasattr(model, "get_decoder"):
-        hint = "docs/transformers.md has the families"
+        hint = "docs/transformers.md lists the families"
         raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, hint)
     if model.get_output_embeddings() is None:
         hint = "load it with AutoModelForCausalLM"
-        raise MLAError("model", "a model with a head that gives logits", type(model).__name__, hint)
+        raise MLAError("model", "a model with a language-model head", type(model).__name__, hint)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise MLAError("model", "all parameters on one device", ", ".join(sorted(devices)))
@@ -204,15 +204,15 @@ def check_model(model: Any) -> None:
             raise MLAError("model", expected, up, hint)
         if up._forward_hooks or up._forward_pre_hooks:
             raise MLAError(
-                "model", "no hooks on kv_b_proj, whose forward is not called", "some", "remove them"
+                "model", "kv_b_proj without hooks, as its forward is not called", "hooks", "remove them"
             )
 
 
 def _check_whole(model: Any) -> None:
-    """Raises `MLAError` for a model of whose layers or weights each process has a part."""
-    # Loading sets the mesh of a model that it divides; the plan alone says nothing, as every model has one.
+    """Raises `MLAError` for a model that is divided among processes."""
+    # Loading sets the mesh of a model that it divides; every model has a plan.
     divided = getattr(model, "_device_mesh", None) is not None
     if divided or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):  # DTensors
-        got = f"a {type(model).__name__} that is divided among processes"
+        got = f"a {type(model).__name__} divided among processes"
         hint = "load it on one GPU, without tp_plan and distributed_config; or use load_model"
         raise MLAError("model", "a model that is whole in this process", got, hint)
