@@ -1,4 +1,4 @@
-"""Add up the parts of processes that share a model in the launch that adds the residual and computes the norm.
+"""Sum the parts of a model's ranks in the launch that adds the residual and computes the norm.
 
     before                                              after
 
@@ -7,7 +7,7 @@
     residual ─────────────┘    ├─> normed                                                      └─> total
                                └─> total
 
-Only where nobody else reads the sum of the parts. A residual that is added to one with no norm after it stays as it is.
+The norm must be the only reader of the sum of the parts. A sum that is added to a residual without a norm stays.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def _fuse(norm: fx.Node) -> str | None:
 
 
 def _is_for(norm: fx.Node, total: fx.Node) -> bool:
-    """Whether a node adds up parts for this norm alone, and can do so with it."""
+    """Whether a node is an all-reduce that only this norm reads, and can be computed at its place."""
     if not is_call(total, all_reduce_op) or list(total.users) != [norm] or norm.args.count(total) != 1:
         return False
     return at_once(total, norm, [op_arguments(total)["x"]])

@@ -280,7 +280,7 @@ class OtherLatents(Plain):
 NEAR_MISSES: dict[type[nn.Module], str] = {
     NormAfterJoin: "",
     Cast: "",
-    NormBeforeJoin: "`layer_norm` is no matrix product",
+    NormBeforeJoin: "`layer_norm` is not a matrix product",
     Biased: "the up-projection `linear` has a bias",
     Dropout: "dropout is on: call model.eval()",
     UsedTwice: "also used by `mean`",

@@ -312,9 +312,9 @@ def test_what_a_joined_product_could_change_is_left(call: Callable) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (returned, "`output` may count on how a product lies in memory"),
-        (one_row, "`view` may count on how a product lies in memory"),
-        (input_written_between, "what they read may be written to or made on the way"),
+        (returned, "`output` may depend on the strides of a product"),
+        (one_row, "`view` may depend on the strides of a product"),
+        (input_written_between, "an operand may be made or written to between the products"),
     ],
 )
 def test_the_log_says_what_was_joined_and_what_was_not(

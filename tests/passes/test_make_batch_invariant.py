@@ -144,7 +144,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     r"a sum over dimensions -1 of \[\]": lambda x: x[0, 0].sum(-1),
     "a sum of torch.complex64": lambda x: torch.complex(x, x).sum(-1),
     "a product by a vector": lambda x: F.linear(x, WEIGHT),
-    "`linear` of torch.float32 that gives torch.bfloat16": under_autocast,
+    "`linear` of torch.float32 .*torch.bfloat16.*; .*autocast": under_autocast,
     "einsum": lambda x: torch.einsum("thk,hkn->thn", x.view(-1, 4, 10), HEADS),
     "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "fft_rfft": lambda x: torch.fft.rfft(x, dim=-1),

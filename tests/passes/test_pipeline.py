@@ -212,7 +212,7 @@ class Broken:
 BAD = {
     "fails": (
         fails,
-        "pass fails: expected a graph module, got KeyError: 'no such node'; fix it, or leave",
+        r"pass fails: expected a graph module, got KeyError: 'no such node'; .*options=\{'passes'",
     ),
     "forgets to return": (
         forgets_to_return,

@@ -209,7 +209,7 @@ REFUSED = {
     "a factor": (scaled, "computes something else"),
     "angles of each head": (unlike, "not those of each token"),
     "heads in another order": (heads_mixed, "computes something else"),
-    "somebody who knows the strides": (kept_by_their_strides, "`more` may count on how queries lie"),
+    "somebody who knows the strides": (kept_by_their_strides, "`more` may depend on the strides"),
     "somebody who reads beyond a view": (read_beyond_a_view, "also used by `split_1`|also used by `q_nope`"),
     "tokens in another order in memory": (transposed, "no projection|computes something else|reads"),
     "a write in between": (written, "used by `mul_`"),
