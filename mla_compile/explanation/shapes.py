@@ -1,4 +1,4 @@
-"""Shapes and names for people."""
+"""Shapes and names in readable form."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from mla_compile.passes.nodes import tensor_of
 
 
 class Shapes:
-    """Writes sizes, with symbols numbered in the order in which they are first seen: `s77` becomes `s0`."""
+    """Formats sizes, and numbers symbols in order of first use: `s77` becomes `s0`."""
 
     def __init__(self) -> None:
         self.symbols: dict[str, str] = {}
