@@ -79,5 +79,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
 
 
-if "torch" in sys.modules:
-    import_module("mla_compile.ops")  # registers `torch.ops.mla_compile`; else the first name that needs torch does
+if "torch" in sys.modules:  # register `torch.ops.mla_compile`; else the first name that needs torch does
+    import_module("mla_compile.ops")

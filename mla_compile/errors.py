@@ -34,7 +34,7 @@ def is_request_error(error: BaseException) -> bool:
 
 
 def request_error(what: str, error: BaseException) -> RequestError:
-    """The `RequestError` for the operation `what`, which failed with `error`; raises `error` if it ends the process."""
+    """The `RequestError` for the operation `what`, which failed with `error`; a cancellation or exit is raised."""
     if not is_request_error(error):
         raise error
     if isinstance(error, MLAError | RequestError):

@@ -74,10 +74,7 @@ def explain(
 def run_step_by_step(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] | None = None
 ) -> dict[str, fx.GraphModule]:
-    """The captured graph and the graph after each of `passes` (default: the backend's) that changes it.
-
-    `gm` is not modified.
-    """
+    """The captured graph, and the graph after each of `passes` (default: the backend's) that changes it; keeps `gm`."""
     graphs = {"captured": copy_graph(gm)}
     for applied, result in pipeline.steps(copy_graph(gm), example_inputs, passes):
         if applied.changed:

@@ -124,8 +124,7 @@ def _fold(layers: list[Layer]) -> Iterator[Group]:
 
 
 def _calls(gm: fx.GraphModule) -> list[_Call]:
-    """The attention calls of a split graph: an append begins one, and the readers of its cache up to the next append
-    belong to it.
+    """An append begins an attention call; the segments that read its cache, up to the next append, belong to the call.
 
     `mla_decode` on a cache without appends belongs to no call: `absorb_mla` made it from plain attention.
     """
@@ -150,7 +149,7 @@ def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, fi
     inputs = ("q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "w_uk", "w_uv")
     return Layer(
         name=module_path(unified) or default_name,
-        tokens=shapes.rows(unified),
+        tokens=shapes.first_size(unified),
         **{name: shapes.shape(given[name]) for name in inputs},
         out=shapes.shape(unified),
         append=op_name(final.append),
@@ -165,9 +164,9 @@ def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> De
     given, split = op_arguments(after), op_arguments(before)
     q_latent, q_len = given["q_latent"], split["q_len"]
     return Decode(
-        rows=shapes.rows(split["seq_lens"]),
+        rows=shapes.first_size(split["seq_lens"]),
         q_len=shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
-        tokens=shapes.rows(after),
+        tokens=shapes.first_size(after),
         q_nope=shapes.shape(_absorbed(q_latent)),
         q_pe=shapes.shape(given["q_pe"]),
         q_latent=shapes.shape(q_latent),
@@ -181,7 +180,7 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
     given = op_arguments(node)
     return Prefill(
         chunks=shapes.size(tensor_of(given["cu_seqlens_q"]).shape[0] - 1),
-        tokens=shapes.rows(given["q"]),
+        tokens=shapes.first_size(given["q"]),
         q=shapes.shape(given["q"]),
         keys=shapes.size(tensor_of(given["key_slots"]).shape[1]),
         out=shapes.shape(node),

@@ -30,7 +30,7 @@ class Shapes:
         number = sum(name.startswith(kind) for name in self.symbols.values())
         return self.symbols.setdefault(symbol.group(), f"{kind}{number}")
 
-    def rows(self, node: fx.Node) -> str:
+    def first_size(self, node: fx.Node) -> str:
         """The size of dimension 0."""
         return self.size(tensor_of(node).shape[0])
 

@@ -225,8 +225,7 @@ def draw(
 ) -> dict[fx.Node, Any]:
     """Random values for the source and the leaves of cones of one source.
 
-    number: replaces every symbolic size; scale: the standard deviation of each tensor; half: a dtype that float32
-        replaces.
+    number: replaces every symbolic size; scale: each tensor's standard deviation; half: a dtype that float32 replaces.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     values: dict[fx.Node, Any] = {}

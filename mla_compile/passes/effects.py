@@ -102,10 +102,8 @@ def writer_between(
 
 
 def at_once(first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> bool:
-    """Whether `last` can be computed at `first`'s place from the nodes of `read`.
-
-    No node between them may write to these, or be called only for its effect, which may be to enable gradients.
-    """
+    """Whether `last` can be computed at `first`'s place from the nodes of `read`: no node between them writes to these,
+    or is called only for its effect, which may be to enable gradients."""
     node = first.next
     while node is not last:
         if mutates(node) and not memory(node.all_input_nodes):

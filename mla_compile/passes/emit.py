@@ -63,9 +63,7 @@ def _unwrap(value: Any) -> Any:
 
 def fake_mode_of(node: fx.Node) -> Any:
     """The fake mode of the node's value, or of its first input's value if it has none (an append).
-
-    `detect_fake_mode` may find a different mode.
-    """
+    `detect_fake_mode` may find a different mode."""
     value: Any = values_of(node)[0]
     return fake_mode_of(node.all_input_nodes[0]) if value is None else value.fake_mode
 
@@ -105,7 +103,7 @@ def example_value(
         return node.target(*args, **kwargs)
 
 
-def stand_in(old: fx.Node, new: fx.Node) -> None:
+def replace_uses(old: fx.Node, new: fx.Node) -> None:
     """Replace `old` with `new` and keep the example value of `old`, with which its views share memory."""
     new.meta["example_value"] = value_of(old)
     old.replace_all_uses_with(new)
@@ -116,7 +114,7 @@ def replace_results(call: fx.Node, results: Sequence[fx.Node | None]) -> None:
     for user in call.users:
         result = results[user.args[1]]  # type: ignore[index]
         if result is not None:
-            stand_in(user, result)
+            replace_uses(user, result)
 
 
 def inline(

@@ -18,7 +18,7 @@ from torch import fx
 from mla_compile.ops.collectives.collectives import all_reduce_op
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
 from mla_compile.passes.effects import at_once
-from mla_compile.passes.emit import inline, stand_in
+from mla_compile.passes.emit import inline, replace_uses
 from mla_compile.passes.nodes import is_call, op_arguments
 from mla_compile.passes.rewrite import rewrite
 
@@ -38,7 +38,7 @@ def _fuse(norm: fx.Node) -> str | None:
     else:
         return None
     parts = op_arguments(total)["x"]
-    stand_in(norm, inline(norm, all_reduce_add_rms_norm_op, (parts, other, weight, eps)))
+    replace_uses(norm, inline(norm, all_reduce_add_rms_norm_op, (parts, other, weight, eps)))
     return "all_reduce, + and RMSNorm"
 
 

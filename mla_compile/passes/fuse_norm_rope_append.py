@@ -5,9 +5,8 @@
     kv_a_proj ─> split ─┬─> RMSNorm ─┐                            kv_a_proj ─> mla_norm_rope_append ─> (cache)
                         └─> RoPE ────┴─> mla_append ─> (cache)
 
-The pass recognises norm and rotation by what they compute, in any spelling. It cuts out the operations between the
-projection and the append (`cone.py`), runs them on a few random tokens, and compares the results with the formulas
-(`recognise.py`).
+The pass recognises norm and rotation by what they compute, in any spelling: it cuts out the operations between
+projection and append (`cone.py`), runs them on random tokens, and compares the results with formulas (`recognise.py`).
 
 The op must have a kernel: on the CPU, Inductor fuses norm and rotation with the nodes around them, which the op would
 prevent.
@@ -74,10 +73,8 @@ def fuse_norm_rope_append(
 def _match(
     append: fx.Node, source: fx.Node, known: Recognition
 ) -> tuple[float, recognise.Rotation, tuple[Any, ...]]:
-    """How an append's arguments are computed from `source`, the projection's output.
-
-    Returns the norm's epsilon, the rotation, and the op's tensors: the source, the norm's weight, and cos and sin.
-    """
+    """How an append's inputs are computed from `source`, the projection's output: the norm's epsilon, the rotation, and
+    the op's tensors (the source, the norm's weight, and cos and sin)."""
     normed, rotated = (cut(source, part) for part in _parts(append))
     try:
         eps = known.of(recognise.norm, normed)

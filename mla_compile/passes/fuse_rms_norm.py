@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from mla_compile.ops.dispatch import first_serves
 from mla_compile.ops.norm.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once, mutates
-from mla_compile.passes.emit import inline, stand_in
+from mla_compile.passes.emit import inline, replace_uses
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
@@ -155,10 +155,8 @@ def _only_user(node: fx.Node, name: str) -> fx.Node | None:
 
 
 def _weighted(norm: _Norm) -> _Norm:
-    """The norm with the weight of the product that follows, or the norm unchanged.
-
-    The product must be the norm's only user, and the weight must exist before the norm begins.
-    """
+    """The norm with the weight of the product that follows, if that is its only user and the weight exists before the
+    norm begins; otherwise the norm unchanged."""
     begin, end = norm.nodes[0], norm.nodes[-1]
     user = only_user(end)
     if norm.weight is not None or user is None or user.target not in (operator.mul, torch.mul):
@@ -184,8 +182,7 @@ def _fits(weight: Any, x: Tensor) -> bool:
 
 
 def _addition_before(norm: _Norm) -> fx.Node | None:
-    """The addition of two tensors of the same shape and dtype before a norm, if the norm can be computed at its place;
-    else None."""
+    """The addition of two tensors of equal shape and dtype before a norm, if the norm can be computed at its place."""
     add: Any = norm.source
     if torch_name(add) != "add" or len(add.args) != 2 or add.kwargs or not all(map(is_tensor, add.args)):
         return None
@@ -225,8 +222,8 @@ def _replace(norm: _Norm, add: fx.Node | None) -> None:
             normed, _ = inline(norm.nodes[0], emit, (norm.source, None, norm.weight))
         else:
             normed, total = inline(add, emit, (*add.args, norm.weight))
-            stand_in(add, total)
-    stand_in(norm.nodes[-1], normed)
+            replace_uses(add, total)
+    replace_uses(norm.nodes[-1], normed)
 
 
 def _as_matrix(x: Any) -> Any:

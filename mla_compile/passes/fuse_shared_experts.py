@@ -10,9 +10,9 @@ and their weights are read while the routed experts' are. The sum is rounded onc
 
 The pass recognises the shared experts by what they compute. It cuts out the operations between the input of
 `moe_experts` and the other summand (`cone.py`), runs them on random tokens, and compares the results with the formula.
-The weights of routed and shared experts must all be FP8, or none of them.
 
-The op must have a kernel. `TORCH_LOGS="+mla_compile"` logs each fusion, and the reason for each layer that was left.
+The op must have a kernel, and either all weights or none must be FP8. `TORCH_LOGS="+mla_compile"` logs each fusion, and
+the reason for each layer that was left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,10 +98,8 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
 def _check(
     experts: fx.Node, total: fx.Node, weights: list[fx.Node], read: list[fx.Node], nodes: set[fx.Node]
 ) -> None:
-    """Raises `Refusal` if the op does not support these weights, or if a weight does not exist yet or is written to.
-
-    read: the nodes that the op reads, the input first. nodes: those that compute the shared experts.
-    """
+    """Raises `Refusal` if the op does not support these weights, or if a node that it `read`s is made or written to too
+    late. The input is the first of these; `nodes` compute the shared experts."""
     w_down, is_fp8 = op_arguments(experts)["w_down"], len(weights) == 6
     if is_fp8 != (op_arguments(experts)["down_scale"] is not None):
         raise Refusal("only one of routed and shared experts has FP8 weights")

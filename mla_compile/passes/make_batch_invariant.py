@@ -132,9 +132,7 @@ def _check_weights(node: fx.Node, weights: Any) -> None:
     tokens."""
     shape = tensor_of(weights).shape
     if not all(isinstance(size, int) for size in shape):
-        hint = (
-            "put the weights on the right: parameters, buffers, or tensors marked by torch._dynamo.mark_static"
-        )
+        hint = "put the weights on the right: parameters, buffers, or tensors marked by torch._dynamo.mark_static"
         raise _refused(node, f"a product by {list(shape)}, whose sizes vary,", hint)
 
 

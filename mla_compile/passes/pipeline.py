@@ -84,8 +84,7 @@ def passes_for(
 
 @dataclass(frozen=True)
 class Applied:
-    """The effect of one pass on a graph: the number of calls of each op before and after, and whether any node
-    differs."""
+    """The effect of one pass on a graph: the calls of each op before and after, and whether any node differs."""
 
     name: str
     seconds: float
@@ -155,7 +154,7 @@ def _count(graph: fx.Graph) -> Counter[str]:
 
 
 def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
-    """Give new nodes the example values that they lack, check the graph and write its code.
+    """Compute missing example values of new nodes, check the graph and write its code.
 
     Without the values the shapes of later nodes are unknown, and AOTAutograd may bypass its cache.
     """
@@ -171,7 +170,7 @@ def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
 
 @contextmanager
 def _blamed(name: str, expected: str) -> Iterator[None]:
-    """Errors that are raised inside name the pass; an `MLAError` keeps its own message besides."""
+    """Add the pass's name to any error raised inside; an `MLAError` keeps its own message before it."""
     try:
         yield
     except MLAError as failure:

@@ -41,8 +41,7 @@ def plan_decode(
     captured: whether a CUDA graph captures the compiled graph, in which no plan may need the host.
 
     Raises:
-        MLAError: the requested backend cannot run one of the calls; the message has the reason and the backends that
-            can.
+        MLAError: the requested backend cannot run one of the calls; the message names the reason and those that can.
     """
     for op, name in _NAMED_BY.items():
         for node in calls(gm.graph, op) if backend is not None else ():

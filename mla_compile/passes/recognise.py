@@ -86,7 +86,7 @@ def norm(cone: Cone) -> float:
         raise Refusal(f"its weight is {dtype} {list(tensor_of(weight).shape)}")
     eps = _epsilon(cone, rank, weight)
     for values, got, bound in _draws(cone):
-        x, w = _rows(values[cone.source])[:, :rank], values[weight].flatten()
+        x, w = _as_matrix(values[cone.source])[:, :rank], values[weight].flatten()
         expected = rms_norm(x, w, eps)
         if not agree(got, expected, expected.abs(), bound):
             raise _something_else(x)
@@ -139,8 +139,8 @@ def _rotation(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -
     left = [Rotation(*choice) for choice in itertools.product((False, True), repeat=flags)]
     left = [one for one in left if not (is_complex[0] and one.sin_first)]
     for values, got, bound in _draws(cone):
-        x = _rows(values[cone.source])
-        parts = [_rows(part) for leaf in angles for part in _parts(values[leaf])]
+        x = _as_matrix(values[cone.source])
+        parts = [_as_matrix(part) for leaf in angles for part in _parts(values[leaf])]
         if any(len(part) != len(x) for part in parts):
             raise Refusal("cos and sin are not those of each token")
         left = [one for one in left if rotates(one, x, parts, got, bound)]
@@ -171,7 +171,7 @@ def _something_else(x: Tensor) -> Refusal:
 def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
     """The epsilon, computed from tiny tokens: all other terms of `y = x w / sqrt(mean(x^2) + eps)` are known."""
     values = draw([cone], 3, 0, _source_times(cone, _TINY), cone.half)
-    x = _rows(values[cone.source])[:, :rank].double()
+    x = _as_matrix(values[cone.source])[:, :rank].double()
     y = cone.run(values, cone.half).double()
     square = x.square().mean(-1, keepdim=True)
     eps = float(((x * values[weight].flatten().double() / y).square() - square).median())
@@ -192,7 +192,7 @@ def _draws(cone: Cone) -> Iterator[tuple[dict[fx.Node, Any], Tensor, float]]:
         for seed, (number, scale) in enumerate(((2, 1.0), (5, 1e-3), (3, huge), (2, 1.0))):
             values = draw([cone], number, seed, _source_times(cone, scale), half)
             if seed == 3:
-                _rows(values[cone.source])[0, [0, -1]] = torch.nan
+                _as_matrix(values[cone.source])[0, [0, -1]] = torch.nan
             yield values, cone.run(values, half), bound
 
 
@@ -204,7 +204,7 @@ def _parts(angles: Tensor) -> tuple[Tensor, ...]:
     return torch.view_as_real(angles).unbind(-1) if angles.is_complex() else (angles,)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x
 
 
@@ -300,9 +300,11 @@ def mlp(cone: Cone, *, intermediate: int) -> tuple[int, ...]:
     values = draw([cone], 3, 0, scale, cone.half)
     matrices = {weight: values[weight] for weight in weights}
     for weight, scales in scale_of.items():
-        values[scales] = values[scales].abs() + 0.5  # there are fewer blocks than columns, so the results are larger
+        values[scales] = (
+            values[scales].abs() + 0.5
+        )  # there are fewer blocks than columns, so the results are larger
         matrices[weight] = fp8.dequantize(values[weight], values[scales])
-    x, got = _rows(values[cone.source]), _rows(cone.run(values, cone.half))
+    x, got = _as_matrix(values[cone.source]), _as_matrix(cone.run(values, cone.half))
     for order in itertools.permutations(weights):
         gate, up, down = (matrices[node].to(x.dtype) for node in order)
         if not gate.shape == up.shape == down.shape[::-1] or len(gate) % intermediate:

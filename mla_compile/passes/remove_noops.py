@@ -52,9 +52,9 @@ def _viewed(node: fx.Node) -> fx.Node:
 def _is_view(node: fx.Node) -> bool:
     if not node.op.startswith("call_") or function_name(node) not in _VIEWS:
         return False
-    given, read = value_of(node), value_of(node.all_input_nodes[0])
-    tensors = isinstance(given, Tensor) and isinstance(read, Tensor)
-    return tensors and given.dtype == read.dtype and is_contiguous(given) and is_contiguous(read)
+    result, source = value_of(node), value_of(node.all_input_nodes[0])
+    tensors = isinstance(result, Tensor) and isinstance(source, Tensor)
+    return tensors and result.dtype == source.dtype and is_contiguous(result) and is_contiguous(source)
 
 
 def _has_sizes_of(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Where the elements of keys and values come from.
 
-The strides of a view locate it in the memory of its base, in whatever way the user wrote it. So this module does not
-match views one by one. It matches only copies (`contiguous`, `repeat`) and joins (`cat`, slices that `copy_` fills).
+The strides of a view locate it in the memory of its base, however it was created. So this module does not match views
+one by one. It matches only copies (`contiguous`, `repeat`) and joins (`cat`, slices that `copy_` fills).
 """
 
 from dataclasses import dataclass
