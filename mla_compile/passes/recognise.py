@@ -28,12 +28,12 @@ _TINY = 1e-8
 """The scale of tokens whose mean square is negligible against an epsilon."""
 _MOST_GROUPS = 32
 _ROUTED_TOKENS = 37
-"""Tokens tried per draw: enough that no two rules choose the same experts for all of them."""
+"""Tokens per draw, enough to distinguish rules by the experts that they choose."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The arguments of `ops.norm_rope.rotate`, which rotates the last columns."""
+    """The arguments of `ops.attention.norm_rope.rotate`, which rotates the last columns."""
 
     interleaved_in: bool
     interleaved_out: bool
@@ -75,7 +75,7 @@ class ExpertChoice:
 
 
 def norm(cone: Cone) -> float:
-    """The epsilon of the RMSNorm (`ops.norm_rope.rms_norm`) that a cone computes from its source's first columns."""
+    """The epsilon of the RMSNorm (`norm_rope.rms_norm`) that a cone computes from the first columns of its source."""
     _keeps_dtype(cone)
     if len(cone.tensors) != 1:
         raise Refusal(f"it reads {len(cone.tensors)} other tensors, not just a weight")

@@ -156,8 +156,7 @@ def _read_later(ran: Tensor, runs_next: Tensor, eager: DecodeState) -> dict[str,
 
 
 def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, tolerance: float | None) -> str:
-    """A line for the first value that is not within `tolerance` of eager's in a slot that eager writes, or that changed
-    in any other slot; empty if there is none."""
+    """A line for the first wrong value: not near eager's in a slot that eager writes, or changed in any other slot."""
     tolerance = _tolerance(tolerance, got.dtype)
     is_written = (_bits(expected) != _bits(before)).any(-1)
     differs = _bits(got) != _bits(expected)

@@ -98,8 +98,7 @@ def parts_of(view: View) -> list[View]:
 
 
 def _joined(node: fx.Node, dim: int) -> list[tuple[fx.Node, Nodes]]:
-    """The parts that a `cat`, or an empty tensor filled slice by slice, joins along a dimension, each with the nodes
-    that fill it."""
+    """The parts that a `cat`, or a buffer filled by slices, joins along a dimension, with the nodes that fill it."""
     found: list[tuple[fx.Node, Nodes]] = []
     if torch_name(node) in ("new_empty", "empty"):
         found = _filled(node, dim)
