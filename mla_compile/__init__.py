@@ -1,6 +1,6 @@
 """MLA attention and MTP speculative decoding, native to `torch.compile`.
 
-Importing this imports neither torch nor anything heavy: a name brings its module when it is first asked for.
+The import is light and does not import torch: each name imports its module on first access.
 """
 
 import sys
@@ -60,11 +60,11 @@ _PARTS = {
     "passes": (),
     "testing": (),
 }
-"""The parts that are attributes of the package, and which of its names each one has."""
+"""The submodules that are attributes of the package, and the public names that each one defines."""
 _PART_OF = {name: part for part, names in _PARTS.items() for name in names}
 __all__ = sorted(_PART_OF)  # noqa: PLE0605
 
-if not TYPE_CHECKING:  # type checkers would take any name for one that exists
+if not TYPE_CHECKING:  # with a `__getattr__`, type checkers would accept any name
 
     def __getattr__(name):
         if name in _PARTS:
@@ -79,5 +79,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
 
 
-if "torch" in sys.modules:
-    import_module("mla_compile.ops")  # `torch.ops.mla_compile`; else with the first name that needs torch
+if "torch" in sys.modules:  # register `torch.ops.mla_compile`; else the first name that needs torch does
+    import_module("mla_compile.ops")

@@ -38,15 +38,15 @@ def mla(
 
     Args:
         gm: the graph; it is rewritten in place.
-        example_inputs: its fake inputs.
+        example_inputs: the graph's fake inputs.
         mode: a mode of `torch.compile`; "default" arrives as None.
         options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`, `decode_backend`:
-            the name of the backend for decode calls that do not name theirs, and `batch_invariant`: whether a token's
-            bits must not depend on what is computed beside it (see `passes/make_batch_invariant.py`).
+            the name of the backend for decode calls that do not name one, and `batch_invariant`: whether a token's
+            bits must not depend on the other tokens of the batch (see `passes/make_batch_invariant.py`).
 
     Raises:
-        MLAError: an unknown mode, an unknown option, something that is not a pass, a pass that fails or leaves a broken
-            graph, a decode backend that is unknown or cannot serve a call of the graph.
+        MLAError: an unknown mode, an unknown option, an object that is not a pass, a pass that fails or leaves a broken
+            graph, a decode backend that is unknown or cannot run a call of the graph.
     """
     with errors_passed_on():
         settings = resolve_settings(mode, options)
@@ -64,15 +64,15 @@ def mla(
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-    """The Inductor options that a mode and options stand for, and ours where they were given."""
+    """The Inductor options of a mode and `options`, and our own options that are given."""
     modes = inductor_modes()
     if mode is not None and mode not in modes:
         raise MLAError("mode", f"one of {', '.join(modes)}", repr(mode))
     # Partitions let CUDA graphs capture around an op that must not be captured; without them one tagged op turns
-    # capture off for the whole graph. The folding of uniform constants asks whether a tensor is contiguous, which one
-    # with an unbacked number of rows cannot say (torch 2.13: an error, seen with group-limited routing).
-    # Loops on the CPU take as many threads as there are when they run, instead of when they were compiled. So commands
-    # that differ in nothing else share what one of them has compiled.
+    # capture off for the whole graph. The folding of uniform constants tests whether a tensor is contiguous, which is
+    # an error for an unbacked number of tokens (torch 2.13, with group-limited routing).
+    # CPU loops read the number of threads when they run, not when they are compiled. So commands that differ only in
+    # that number share compiled code.
     threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count() or 1}
     defaults: dict[str, Any] = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     given = options or {}
@@ -81,13 +81,13 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     if given.get("batch_invariant"):
         defaults |= INDUCTOR_OPTIONS
     elif not (mode or "").startswith("max-autotune"):
-        # Inductor times the tiles of a sum in its first run and takes the fastest. Which one that is, and with it the
-        # order of the sum, changes from process to process.
+        # Otherwise Inductor times the tiles of a sum in its first run and selects the fastest. The choice, and with it
+        # the order of the sum, would differ between processes.
         defaults["deterministic"] = True
     settings = {**defaults, **modes[mode or "default"], **given}
     if unknown := sorted(settings.keys() - inductor_options() - set(_OURS)):
         hint = f"see torch._inductor.config for the names; ours are {', '.join(map(repr, _OURS))}"
-        raise MLAError("options", "options of Inductor or ours", ", ".join(unknown), hint)
+        raise MLAError("options", "Inductor's options or ours", ", ".join(unknown), hint)
     passes = settings.get("passes", [])
     if not isinstance(passes, Sequence) or not all(callable(p) for p in passes):
         raise MLAError("options['passes']", "a list of functions (gm, example_inputs) -> gm", repr(passes))

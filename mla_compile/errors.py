@@ -1,15 +1,15 @@
-"""Mistakes that a caller can fix, and work on one request that fails."""
+"""Errors that a caller can fix, and failures of a single request."""
 
 import asyncio
 
 
 class MLAError(ValueError):
-    """Bad input: the message names the argument, what was expected, what came and how to fix it."""
+    """Bad input: the message has the argument's name, the expected and the actual value, and a hint how to fix it."""
 
     def __init__(self, name: str, expected: str, got: object, hint: str = "") -> None:
         self.name, self.expected, self.got, self.hint = name, expected, got, hint
         if isinstance(got, OSError) and got.strerror:
-            got = got.strerror  # the name says which file; the error may name a temporary one
+            got = got.strerror  # `name` is the file; the error may name a temporary one
         super().__init__(f"{name}: expected {expected}, got {got}" + (f"; {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type["MLAError"], tuple[str, str, object, str]]:
@@ -17,27 +17,27 @@ class MLAError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, short enough for a line of ours."""
+    """Another library's error message on one line, cut to 300 characters; the error's type if it has no message."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 class RequestError(Exception):
-    """Work of the host on one request failed. The message is a sentence; the other requests go on."""
+    """Host work for one request failed. The message is a sentence; the other requests continue."""
 
 
 def is_request_error(error: BaseException) -> bool:
-    """Whether an error of work on one request ends that request alone.
+    """Whether an error during one request's work ends only that request.
 
-    A library's own BaseException does: pyo3's PanicException, say.
+    This includes a library's own BaseException, for example pyo3's PanicException.
     """
     return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | asyncio.CancelledError)
 
 
 def request_error(what: str, error: BaseException) -> RequestError:
-    """The error of one request, for which `what` failed with `error`; raises `error` where that must end more."""
+    """The `RequestError` for the operation `what`, which failed with `error`; a cancellation or exit is raised."""
     if not is_request_error(error):
         raise error
     if isinstance(error, MLAError | RequestError):
         return RequestError(str(error))
-    kind, said = type(error).__name__, first_line(error)
-    return RequestError(f"{what}: {kind}" + (f": {said}" if said != kind else ""))
+    kind, message = type(error).__name__, first_line(error)
+    return RequestError(f"{what}: {kind}" + (f": {message}" if message != kind else ""))

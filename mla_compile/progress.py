@@ -1,6 +1,6 @@
-"""Showing what takes long: by a bar of bytes on a terminal, else by one warning.
+"""Progress of slow operations: a bar of bytes on a terminal, otherwise one warning.
 
-Importing it imports nothing heavy.
+The import is light.
 """
 
 import logging
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE = 3.0
-"""Seconds that pass before anything is shown."""
+"""Seconds before the bar or the warning appears."""
 
 Advance = Callable[[int], None]
-"""Takes the number of bytes that were done since the last call."""
+"""Takes the number of bytes processed since the last call."""
 
 
 @contextmanager
 def announce_if_slow(what: str, num_bytes: int = 0, *, is_shown: bool = True) -> Iterator[Advance]:
-    """Show what is going on, "loading the checkpoint" say, once the block takes long.
+    """Show `what`, for example "loading the checkpoint", if the block takes more than `PATIENCE` seconds.
 
-    Without a bar it is one warning, which Python prints where a program has not set up logging.
+    Without a bar it logs one warning, which Python prints even if the program has not configured logging.
 
-    num_bytes: how many there are to do, if they are counted; the block gets a function that counts them.
-    is_shown: of several processes that do the same, one shows it.
+    num_bytes: the bytes to process, or 0 for no bar; the block gets a function that counts them.
+    is_shown: False in all but one of several processes that do the same work.
     """
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     bar = _bar_of(what, num_bytes) if num_bytes and is_terminal and is_shown else None
@@ -54,7 +54,7 @@ def announce_if_slow(what: str, num_bytes: int = 0, *, is_shown: bool = True) ->
 
 
 def _bar_of(what: str, num_bytes: int) -> "Progress":
-    """A bar of bytes, which shows once it is started."""
+    """A bar of bytes, not yet started."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

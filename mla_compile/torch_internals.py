@@ -1,4 +1,4 @@
-"""Every private torch API that we lean on, in one place: where a torch release breaks us, the fix is here.
+"""Every private torch API that the package uses, in one place: if a torch release breaks one, the fix is here.
 
 Used with torch 2.11, 2.13 and 2.14. Inductor is imported on first use, so that `import mla_compile` stays light.
 """
@@ -27,12 +27,12 @@ from torch.utils import _pytree
 
 from mla_compile.errors import MLAError
 
-if TYPE_CHECKING:  # there are builds of torch without it
+if TYPE_CHECKING:  # some builds of torch lack it
     from torch._C._distributed_c10d import TCPStore as TCPStore
 
 
 def statically_known_true(condition: Any) -> bool:
-    """Whether a comparison of sizes, symbolic ones perhaps, is certain; asking adds no guard."""
+    """Whether a comparison of sizes, which may be symbolic, is certainly true; the check adds no guard."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true as known
@@ -41,7 +41,7 @@ def statically_known_true(condition: Any) -> bool:
 
 
 def size_hint(size: Any) -> int | None:
-    """A size as this compile's example has it, None where it is unbacked; asking adds no guard."""
+    """A size in this compile's example inputs, None if it is unbacked; the call adds no guard."""
     if isinstance(size, int):
         return size
     hint = getattr(size.node, "hint", None)
@@ -49,12 +49,12 @@ def size_hint(size: Any) -> int | None:
 
 
 def symbols_of(size: Any) -> set[Any]:
-    """The symbols in a size, or in a number computed from values; none where it is known."""
+    """The symbols in a size, or in a number computed from values; empty for a known number."""
     return set(size.node.expr.free_symbols) if hasattr(size, "node") else set()
 
 
 def size_where_symbols_are(size: Any, number: int) -> int:
-    """A size, with a number for each of its symbols; asking adds no guard."""
+    """A size, with a number for each of its symbols; the call adds no guard."""
     if isinstance(size, int):
         return size
     return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, number)))
@@ -62,7 +62,7 @@ def size_where_symbols_are(size: Any, number: int) -> int:
 
 @contextmanager
 def on_real_tensors() -> Iterator[None]:
-    """Inside, tensors have values and versions and need no gradient, whatever torch is tracing or its modes are."""
+    """Inside the context, tensors have values and versions and need no gradient, even while torch traces."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -70,12 +70,12 @@ def on_real_tensors() -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for one while compiling: it has a shape, a dtype and a device, no values."""
+    """Whether a tensor is fake: it has a shape, a dtype and a device, but no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that is made of other tensors: quantised or sharded, say."""
+    """Whether a tensor is of a subclass that wraps other tensors, for example quantised or sharded."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)
@@ -90,7 +90,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def inductor_options() -> set[str]:
-    """Names that Inductor's config knows, as `torch.compile(options=...)` spells them (dots for nesting)."""
+    """The option names of Inductor's config, as `torch.compile(options=...)` spells them (dots for nesting)."""
     from torch._inductor import config
 
     return set(config.get_config_copy())
@@ -105,8 +105,8 @@ def lower_with_inductor(
 
     if any(isinstance(x, torch.Tensor) and x.is_cpu for x in example_inputs):
         _start_cpp_compiler()
-    # Of an op without a lowering that it meets for the first time, torch 2.11 spells out the arguments, even for a log
-    # that nobody keeps, and of each all that it was made of: that doubles with every layer before, and never ends.
+    # On the first call of an op without a lowering, torch 2.11 formats the arguments and everything that they were
+    # computed from, even if the log is off. That text doubles with each preceding layer, so it takes forever.
     with mock.patch.object(
         OperatorIssue, "operator_str", staticmethod(lambda target, *_: f"target: {target}")
     ):
@@ -115,25 +115,24 @@ def lower_with_inductor(
 
 @functools.cache
 def _start_cpp_compiler() -> None:
-    """Once in a process."""
+    """Start `_compile_smallest_kernel` in a thread, once in a process."""
     threading.Thread(target=_compile_smallest_kernel, daemon=True).start()
 
 
 def _compile_smallest_kernel() -> None:
-    """Have Inductor find out which vector instructions there are, and compile the header of its kernels: 9 s on a slow
-    core, for which the compile would wait otherwise.
-    """
+    """Make Inductor detect the CPU's vector instructions and compile the header of its kernels, which takes 9 s on a
+    slow core, so that a compile does not wait for it."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     kernel = 'extern "C" void kernel(float* x) { at::vec::Vectorized<float>(0).store(x); }'
-    with suppress(Exception):  # which the compile meets too, and tells
+    with suppress(Exception):  # the compile raises the same error
         CppPythonBindingsCodeCache.load_pybinding(
             ["float*"], f"#include <torch/csrc/inductor/cpp_prefix.h>\n{kernel}\n"
         )
 
 
 def trace_graph(name: str, gm: fx.GraphModule) -> None:
-    """Leave a graph in the structured trace, where `tlparse` shows it."""
+    """Write a graph to the structured trace, which `tlparse` shows."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -142,9 +141,9 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
 
 
 def mark_state_tensor(tensor: torch.Tensor, *varying: int) -> None:
-    """Tell the compiler that a tensor stays where it is (a replay copies nothing) and which of its sizes vary.
+    """Mark a tensor's address as static (a replay copies nothing), and its sizes `varying` as dynamic.
 
-    The other sizes are fixed: left to itself, Dynamo would make them symbols once it has seen two of them.
+    The other sizes are marked static; otherwise Dynamo would make a size a symbol once it has seen two values.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
     for dim in range(tensor.dim()):
@@ -155,24 +154,24 @@ def mark_state_tensor(tensor: torch.Tensor, *varying: int) -> None:
 
 
 class SizeName(str):
-    """A name for one size of several tensors that are made together.
+    """A name for one size of several tensors that are created together.
 
-    Guards compare names as text, so a graph serves tensors that are made later. Each object has a hash of its own, so
-    that a trace does not take two sizes for one because two batches name them alike.
+    Guards compare names as text, so a graph accepts tensors that are created later. Each object has its own hash, so a
+    trace does not merge two sizes if two batches use the same name.
     """
 
     __hash__ = object.__hash__
 
 
 def size_name(size: str, least: int) -> SizeName:
-    """A name for a size that never falls below `least`; for `mark_varying` and `know_least_sizes`."""
+    """A name for a size that is always at least `least`; for `mark_varying` and `know_least_sizes`."""
     return SizeName(f"{_OURS}{least}: {size}")
 
 
 def mark_varying(tensor: torch.Tensor, dim: int = 0, *, name: SizeName | None = None) -> None:
-    """Tell the compiler that a size of a tensor varies from call to call, whatever it is, 1 too.
+    """Mark a size of a tensor as varying from call to call; 1 is not special.
 
-    name: sizes with the same name, the object, are the same one; without, each is taken to be another.
+    name: sizes with the same `SizeName` object are equal; a size without a name is independent of all others.
     """
     torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
 
@@ -181,11 +180,11 @@ _OURS = "mla_compile, at least "
 
 
 def know_least_sizes(example_inputs: Sequence[Any]) -> None:
-    """Tell Inductor what is known of the sizes of a graph's inputs whose name has a `least`.
+    """Declare to torch the lower bounds of a graph's input sizes that are named by `size_name`.
 
-    It asks of some products whether they have one row, and of a CUDA graph's inputs which of their strides is 0 or the
-    smallest. It cannot say so of an unbacked size, which is an error. (`mark_unbacked` takes a least size itself
-    from torch 2.12 on.)
+    Inductor checks whether some products have a single matrix row, and which strides of a CUDA graph's inputs are 0 or
+    the smallest. For an unbacked size without a bound these checks fail. (From torch 2.12 on, `mark_unbacked` itself
+    accepts a lower bound.)
     """
     size = next((value for value in example_inputs if isinstance(value, torch.SymInt)), None)
     if size is None:
@@ -198,17 +197,18 @@ def know_least_sizes(example_inputs: Sequence[Any]) -> None:
 
 
 def mark_cache(tensor: torch.Tensor) -> None:
-    """Tell the compiler of a cache what it takes for granted of a module's buffers: it stays, and keeps its sizes."""
+    """Mark a cache's address and sizes as static, which torch assumes only for a module's buffers."""
     torch._dynamo.mark_static_address(tensor, guard=False)
     torch._dynamo.mark_static(tensor)
 
 
-def tensors_side_by_side(
+def adjacent_tensors(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor], tuple[int, ...]]:
-    """Tensors in one piece of memory, so that one copy fills them: that as a whole, `[n]`, they, and where each begins.
+    """Uninitialised tensors in one buffer, which one copy can fill.
 
-    Each begins at a multiple of 16 bytes, which Inductor takes for granted. Nothing has a value yet.
+    Returns the buffer, `[n]`, the tensors, and the offset of each in the buffer, in elements. Each offset is a multiple
+    of 16 bytes, which Inductor assumes.
     """
     places, end, unit = [], 0, 16 // dtype.itemsize
     for shape in shapes:
@@ -220,9 +220,9 @@ def tensors_side_by_side(
 
 
 def with_shape(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor at the beginning of another one's memory, `[n]`, and to the compiler one of its own.
+    """A contiguous tensor at the beginning of `flat`'s memory, `[n]`, that the compiler does not see as a view.
 
-    A view would be compiled with what it is a view of, and with where in that it begins.
+    A graph for a view would depend on the view's base and on its offset there.
     """
     size, begin = flat.dtype.itemsize, flat.storage_offset() * flat.dtype.itemsize
     memory = flat.untyped_storage()[begin : begin + math.prod(shape) * size]
@@ -231,10 +231,10 @@ def with_shape(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same bound method on a code object of its own.
+    """The same bound method with its own code object.
 
-    Dynamo keeps compiled versions per code object and refuses a ninth one under `fullgraph`; methods of different
-    instances would share that limit.
+    Dynamo keeps compiled versions per code object and raises an error for the ninth under `fullgraph`; methods of
+    different instances would share that limit.
     """
     assert isinstance(method, types.MethodType)
     function = method.__func__
@@ -248,8 +248,8 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
 def is_mutable(op: object) -> bool:
     """Whether an op may write to one of its arguments.
 
-    By its schema; by that of any overload where the call has not chosen one (`torch.ops.lib.op(x)`). What a
-    higher-order operator runs is not looked into: it may.
+    The schema decides; for a call that leaves the overload open (`torch.ops.lib.op(x)`), the schema of any overload.
+    A higher-order operator counts as writing, as the functions that it runs are not inspected.
     """
     if isinstance(op, torch._ops.OpOverloadPacket):
         return any(is_mutable(getattr(op, name)) for name in op.overloads())
@@ -259,26 +259,26 @@ def is_mutable(op: object) -> bool:
 
 
 def overload_of(op: Any) -> Any:
-    """The overload that `torch.ops.lib.op(x)` calls where the op has only one; any other target as it is."""
+    """The overload that `torch.ops.lib.op(x)` calls if the op has only one; any other target unchanged."""
     names: list[str] = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else []
     return getattr(op, names[0]) if len(names) == 1 else op
 
 
 def schema_arguments(op: Any) -> Sequence[Any]:
-    """The arguments that an op's schema declares: their `name`, `default_value` and whether they are `kwarg_only`."""
+    """The arguments of an op's schema, with their `name`, `default_value` and `kwarg_only`."""
     return cast("Sequence[Any]", overload_of(op)._schema.arguments)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, fake ones and views too, as long as they live."""
+    """A key that is equal for live tensors that share memory, including fake tensors and views."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
-    """Of each its storage, its offset in there, and how often it was written to; -1 for inference tensors.
+    """For each tensor its storage, its offset there, and its version counter (-1 for inference tensors).
 
-    The list keeps no memory alive: a storage is a weak reference, equal to others of the same storage alone.
+    The list keeps no memory alive: the storage is a weak reference, equal only to references to the same storage.
     """
     with torch._C.DisableTorchFunctionSubclass():  # subclasses are read as quickly as plain tensors
         return [
@@ -288,31 +288,30 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
 
 
 class _Captured(Exception):
-    """Ends a compile once its graph has been seen."""
+    """Aborts a compile after its graph has been captured."""
 
 
 def run_check(check: Callable[..., object], *arguments: Any) -> None:
-    """`check(*arguments)`, and where Dynamo traces this call, the same at that time.
+    """Run `check(*arguments)`; while Dynamo traces this call, run it at trace time.
 
-    Then it runs on tensors of the sizes that the call at hand has, so that it says what it says in eager, and again on
-    those of the trace, whose sizes are symbols: what it asks of them by `torch._check` becomes a guard. Neither have
-    values.
+    At trace time it runs twice on tensors without values: with the sizes of the traced call, so that its errors are
+    those of eager, and with the symbolic sizes of the trace, so that its calls of `torch._check` become guards.
 
     arguments: tensors, numbers, names, None, and tuples of these.
 
     Raises:
-        MLAError: that of `check`. Dynamo passes it on, and adds where in the user's code the call stands.
+        MLAError: the error of `check`. Dynamo raises it unchanged and adds the line of the user's code.
     """
     if not torch.compiler.is_compiling():
         check(*arguments)
         return
     from torch._dynamo.comptime import comptime
 
-    comptime(_check_arguments, lambda: check(*arguments))  # the latter where nothing traces this line
+    comptime(_check_arguments, lambda: check(*arguments))  # the lambda runs if this line is not traced
 
 
 def refuse(name: str, expected: str, got: str, hint: str = "") -> None:
-    """Raises `MLAError`, in code that Dynamo may trace: it does not pass on what that raises."""
+    """Raises `MLAError` in code that Dynamo may trace; Dynamo would replace an error that traced code raises itself."""
     run_check(_refuse, name, expected, got, hint)
 
 
@@ -336,7 +335,7 @@ def _check_arguments(context: Any) -> None:
 
 
 def size_in_call(size: int | torch.SymInt, gm: fx.GraphModule) -> Callable[[Sequence[Any]], int] | None:
-    """Reads a size of a Dynamo graph from the inputs of a call; None where it is unknown and no input has it."""
+    """A function that reads a size of a Dynamo graph from the inputs of a call; None if no input has that size."""
     if isinstance(size, int):
         return lambda inputs: size
 
@@ -355,9 +354,9 @@ def size_in_call(size: int | torch.SymInt, gm: fx.GraphModule) -> Callable[[Sequ
 
 @contextmanager
 def _specialized_sizes() -> Iterator[None]:
-    """An input may share a size, which varies, with an input whose size was fixed by a tensor that is not marked.
+    """Inside the context, an input may share a varying size with an input whose size an unmarked tensor made static.
 
-    Torch makes a symbol for it first, does not find it in the input, and takes that for a mistake.
+    Otherwise torch creates a symbol for the size, does not find it in the input, and raises an error.
     """
     from torch.fx.experimental import _config, symbolic_shapes
 
@@ -367,7 +366,7 @@ def _specialized_sizes() -> Iterator[None]:
 
 
 def _proxies(variable: Any) -> Any:
-    """What stands for a value in a trace; for one that a graph cannot have, an object whose type has that name."""
+    """The proxy of a value in a trace; for a value that a graph cannot have, an object of a type with the same name."""
     variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
@@ -380,9 +379,9 @@ def _proxies(variable: Any) -> Any:
 
 
 def _sizes_of_inputs(output: Any) -> tuple[dict[Any, int], dict[Any, set[int]]]:
-    """What the unknown sizes of the inputs of a trace are in the call that it is made for, by their symbols.
+    """The values of the symbolic input sizes of a trace in the traced call.
 
-    Returns each symbol's size, and the sizes of all symbols that the trace takes for the same.
+    Returns the size of each symbol, and the sizes of all symbols that the trace has merged, by the merged symbol.
     """
     exact: dict[Any, int] = {}
     merged: dict[Any, set[int]] = defaultdict(set)
@@ -392,7 +391,7 @@ def _sizes_of_inputs(output: Any) -> tuple[dict[Any, int], dict[Any, set[int]]]:
         if isinstance(fake, torch.Tensor) and any(hasattr(size, "node") for size in fake.shape):
             try:
                 real = tracked.source.get_value(*scopes, {})
-            except Exception:  # it is no tensor to the caller, but an array, say
+            except Exception:  # for the caller it is not a tensor, but for example an array
                 continue
             for size, number in zip(fake.shape, real.shape):
                 if hasattr(size, "node"):
@@ -402,14 +401,14 @@ def _sizes_of_inputs(output: Any) -> tuple[dict[Any, int], dict[Any, set[int]]]:
 
 
 def _examples(arguments: Any, exact: dict[Any, int], merged: dict[Any, set[int]]) -> Iterator[Any]:
-    """Arguments with tensors of known sizes for those of a trace.
+    """The arguments of a trace with tensors of known sizes in place of symbolic ones.
 
-    There are several, where the trace takes sizes of inputs for the same that are not: a tensor that was computed has
-    one of them, it is not known which.
+    It yields several if the trace has merged input sizes that differ in the call: a computed tensor has one of these
+    sizes, but the trace does not determine which.
     """
     mode = FakeTensorMode()
 
-    def known(size: Any, is_input: bool, turn: int) -> Any:
+    def known(size: Any, is_input: bool, index: int) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
         node = size.node
@@ -417,31 +416,31 @@ def _examples(arguments: Any, exact: dict[Any, int], merged: dict[Any, set[int]]
             return exact[node._expr]
         if node.expr in merged:
             choice = sorted(merged[node.expr])
-            return choice[turn % len(choice)]
+            return choice[index % len(choice)]
         numbers = {symbol: min(merged[symbol]) for symbol in node.expr.free_symbols if symbol in merged}
         number = node.expr.subs(numbers)
         return int(number) if number.is_number else size if node.hint is None else node.hint
 
-    def example(proxy: fx.Proxy, turn: int) -> Any:
+    def example(proxy: fx.Proxy, index: int) -> Any:
         value, is_input = proxy.node.meta["example_value"], proxy.node.op == "placeholder"
         if isinstance(value, torch.SymFloat):
             return value.node.hint
         if not isinstance(value, FakeTensor):
-            return known(value, is_input, turn)
-        shape, strides = ([known(n, is_input, turn) for n in x] for x in (value.shape, value.stride()))
+            return known(value, is_input, index)
+        shape, strides = ([known(n, is_input, index) for n in x] for x in (value.shape, value.stride()))
         if not all(isinstance(n, int) for n in (*shape, *strides)):
             return value
         with mode:
             like = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
         return like.requires_grad_(value.requires_grad)
 
-    for turn in range(max(map(len, merged.values()), default=1)):
-        yield _pytree.tree_map_only(fx.Proxy, functools.partial(example, turn=turn), arguments)
+    for index in range(max(map(len, merged.values()), default=1)):
+        yield _pytree.tree_map_only(fx.Proxy, functools.partial(example, index=index), arguments)
 
 
 @contextmanager
 def errors_passed_on() -> Iterator[None]:
-    """Inside a backend: Dynamo raises an `MLAError` as it is, instead of one of its own that quotes it."""
+    """Inside a backend: Dynamo raises an `MLAError` unchanged, instead of its own error that quotes it."""
     try:
         yield
     except MLAError as error:
@@ -453,7 +452,7 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 
 @functools.cache
 def _passed_on() -> Callable[..., MLAError]:
-    """The `MLAError` that Dynamo raises as it is, made of another one, and of the stack of the code that is traced."""
+    """A subclass of `MLAError` that Dynamo raises unchanged, made from an error and the stack of the traced code."""
     from torch._dynamo.exc import ShortenTraceback
 
     class PassedOn(MLAError, ShortenTraceback):
@@ -463,7 +462,7 @@ def _passed_on() -> Callable[..., MLAError]:
             if stack is not None:
                 while stack and stack[-1].filename.startswith(_PACKAGE):
                     stack.pop()
-                self.real_stack = stack  # which Dynamo shows after the message
+                self.real_stack = stack  # Dynamo shows it after the message
 
         def __reduce__(self) -> Any:
             return MLAError, (self.name, self.expected, self.got, self.hint)
@@ -482,14 +481,14 @@ def _passed_on() -> Callable[..., MLAError]:
 def capture_graph(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, Sequence[Any]] | None:
-    """The Dynamo graph of `function(*args, **kwargs)` and its fake inputs, of a call that never runs.
+    """The Dynamo graph of `function(*args, **kwargs)` and its fake inputs, without running the call.
 
-    Nothing stays behind: the compile is given up inside the backend, so no code is cached, and the frame that is
-    compiled is ours, so that what the caller has compiled keeps its own. Sizes are dynamic only where they are
-    marked, whatever was captured before. None where the call has no tensor operation at all.
+    No state is left: the compile is aborted inside the backend, so no code is cached, and the compiled frame is local
+    to this function, so the caller's compiled code is kept. Only marked sizes are dynamic, independent of earlier
+    captures. None if the call has no tensor operation.
 
     Raises:
-        torch._dynamo.exc.Unsupported: the call has a graph break, which it explains.
+        torch._dynamo.exc.Unsupported: the call has a graph break; the message explains it.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import BackendCompilerFailed
@@ -514,7 +513,7 @@ def capture_graph(
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compile` was given, where `function` is its result."""
+    """The original function if `function` is the result of `torch.compile`, otherwise `function`."""
     for name in ("_orig_mod", "_torchdynamo_orig_callable"):
         function = getattr(function, name, function)
     return function
@@ -526,7 +525,7 @@ def _copied_in(node: Any) -> list[str]:
 
 
 def _cuda_graph_manager(device: torch.device | int) -> Any:
-    """What records and replays a device's CUDA graphs; None before the first one."""
+    """Torch's manager of a device's CUDA graphs; None before the first graph."""
     from torch._inductor import cudagraph_trees
 
     index = torch.cuda._utils._get_device_index(device, optional=True)
@@ -536,7 +535,7 @@ def _cuda_graph_manager(device: torch.device | int) -> Any:
 def recorded_cuda_graphs(device: torch.device | int) -> list[list[str]]:
     """For every CUDA graph recorded on a device, the names of the tensors that each replay copies in.
 
-    For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
+    It supports graphs compiled with `graph_partition`, whose sizes follow their tensors and have no placeholder.
     """
     manager = _cuda_graph_manager(device)
     pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
@@ -549,9 +548,9 @@ def recorded_cuda_graphs(device: torch.device | int) -> list[list[str]]:
 
 
 def last_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """The CUDA graph that the last call of captured code recorded or replayed, if a replay is all that the call does.
+    """The CUDA graph that the last call of captured code recorded or replayed, if the call only replays it.
 
-    So it takes no tensor by copy, gives none back and follows on no other graph.
+    That is so if the graph copies no input, returns no tensor and does not follow another graph. Otherwise None.
     """
     from torch._inductor import cudagraph_trees
 
@@ -566,27 +565,27 @@ def last_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
 
 
 def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
-    """While it lasts, compiled code may record CUDA graphs of any number of shapes; or it records and replays none.
+    """Inside the context, compiled code may record CUDA graphs for any number of shapes, or records and replays none.
 
-    The code is the same, so nothing is compiled anew: torch asks at each call whether a shape is to be captured.
+    Nothing is recompiled: in each call torch checks whether to capture its shape.
     """
     from torch._inductor import config
 
-    # Torch warns from the ninth shape on. It does not patch what runs later with the options of a compile.
+    # Torch warns from the ninth shape on. The options of a compile do not apply to later runs, hence this patch.
     name = "cudagraph_dynamic_shape_warn_limit" if allowed else "cudagraph_capture_sizes"
     patch: AbstractContextManager[None] = config.patch({f"triton.{name}": None if allowed else ()})
     return patch
 
 
 def num_cuda_graphs(device: torch.device) -> int:
-    """How many CUDA graphs torch has recorded on a device."""
+    """The number of CUDA graphs that torch has recorded on a device."""
     return len(recorded_cuda_graphs(device))
 
 
 def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
-    """For a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
+    """For a CUDA device: the number of recorded graphs, the bytes of their memory pool, and those of the driver.
 
-    The driver's are what is in use on the device and not held by torch's allocator: instantiated graphs, the code of
+    The driver's bytes are in use on the device and not held by torch's allocator: instantiated graphs, the code of
     kernels, other processes.
     """
     from torch._inductor import cudagraph_trees
@@ -605,9 +604,9 @@ _shared_graphs: dict[str, Any] = {}
 def share_cuda_graphs() -> None:
     """Let the calling thread replay the CUDA graphs that another thread recorded, if it has none of its own.
 
-    Inductor keeps them by thread: torch 2.11 fails in a thread that Python made (pytorch issue 123177), and 2.13
-    records anew in each. Threads that share them must take turns. They are not stashed for autograd's threads, as
-    torch does: what a thread of Python's stashed crashes it when it ends.
+    Inductor keeps graphs per thread: torch 2.11 fails in a thread that Python created (pytorch issue 123177), and 2.13
+    records them again in each. Threads that share graphs must not run at the same time. Unlike torch, this function
+    does not stash the graphs for autograd's threads: a stash in a Python thread crashes that thread when it ends.
     """
     from torch._inductor.cudagraph_trees import local
 
@@ -620,19 +619,19 @@ def share_cuda_graphs() -> None:
             _shared_graphs.setdefault(name, getattr(local, name))
         else:
             setattr(local, name, _shared_graphs.setdefault(name, make()))
-    # A thread has a handle of its own, and none can be made while a graph is recorded.
+    # Each thread needs its own cuBLAS handle, which cannot be created while a graph is recorded.
     torch.cuda.current_blas_handle()
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent in Dynamo and the backends that it called."""
+    """The seconds that this process has spent in Dynamo and the backends that it called."""
     from torch._dynamo.utils import compilation_time_metrics
 
     return sum(compilation_time_metrics.get("_compile.compile_inner", ()))
 
 
 def compile_counters() -> dict[str, int]:
-    """Since the last `torch._dynamo.reset`: graphs compiled and graphs that CUDA graphs were refused for."""
+    """Since the last `torch._dynamo.reset`: the graphs compiled, and the graphs for which torch skipped CUDA graphs."""
     from torch._dynamo.utils import counters
 
     return {
@@ -642,45 +641,45 @@ def compile_counters() -> dict[str, int]:
 
 
 def meeting_place(size: int, port: int | None = None) -> "TCPStore":
-    """Where `size` processes of this machine meet: at a port, or at a new one, whose `port` the others are told."""
+    """The rendezvous store of `size` local processes at a port; without one, this process serves it at a new `port`."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False)
 
 
 def gloo_group(name: str, timeout: timedelta, ranks: Sequence[int] = ()) -> "dist.ProcessGroup":
-    """A group of processes of torch.distributed's default group, which it outlives; all of them make it.
+    """A gloo group of processes of torch.distributed's default group, which it outlives; each of them must create it.
 
-    ranks: this process's and others', in the order of the group's own; all by default.
+    ranks: the members' ranks in the default group, in the order of the new group's ranks; all by default.
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     ranks = ranks or range(dist.get_world_size())
     store = PrefixStore(name, _get_default_store())
-    # Its stub has none of the methods, which are those of a group.
+    # The type stub lacks the methods of a group.
     group: Any = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
     return cast("dist.ProcessGroup", group)
 
 
 def symmetric_memory(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Memory of a CUDA device that all processes of torch.distributed's default group reach; all ask for it at once.
+    """CUDA memory that all processes of torch.distributed's default group can access; a collective call.
 
-    Never with multicast, which may put GPUs that others share out of service.
+    It never uses multicast, which may disable GPUs that other processes share.
 
     Returns:
-        This process's own, uint8 `[num_bytes]`, and the address of each process's, by rank, on this device.
+        This process's memory, uint8 `[num_bytes]`, and the address of each rank's memory on this device.
 
     Raises:
-        RuntimeError: the devices do not reach one another's memory.
+        RuntimeError: a device cannot access another device's memory.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
 
     assert dist.group.WORLD is not None
     before = os.environ.get(_NO_MULTICAST)
-    os.environ[_NO_MULTICAST] = "1"  # it is read in the rendezvous
+    os.environ[_NO_MULTICAST] = "1"  # the rendezvous reads it
     try:
-        # Not by `empty`, which in torch 2.13 takes it from a pool: a tensor may begin anywhere in a block of that.
+        # `empty` of torch 2.13 would allocate from a pool, where a tensor may begin anywhere in a block.
         memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         handle = rendezvous(memory, dist.group.WORLD.group_name)
     finally:

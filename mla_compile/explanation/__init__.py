@@ -1,4 +1,4 @@
-"""`mla_compile.explain`: what the passes make of a model, as text and as a picture."""
+"""`mla_compile.explain`: the effect of the passes on a model, as text and as a picture."""
 
 from mla_compile.explanation.explain import Explanation, explain
 

@@ -18,10 +18,10 @@ from mla_compile.torch_internals import capture_graph, uncompiled
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; print it, or `save` it as a picture.
+    """The result of `explain`; print it, or `save` it as a picture.
 
-    graphs: the graph that Dynamo captured, as "captured", and the one after each pass that changed it, by the pass's
-        name. Nodes carry fake tensors in `meta["example_value"]`.
+    graphs: the graph that Dynamo captured, as "captured", and the graph after each pass that changed it, by the pass's
+        name. Nodes have fake tensors in `meta["example_value"]`.
     layers: every attention call before and after the passes.
     """
 
@@ -47,22 +47,22 @@ class Explanation:
 def explain(
     model: Callable[..., Any], *args: Any, passes: Sequence[pipeline.Pass] | None = None, **kwargs: Any
 ) -> Explanation:
-    """Show what `torch.compile(model, backend="mla")` would make of `model(*args, **kwargs)`, before Inductor.
+    """Show the graphs of `model(*args, **kwargs)` under `torch.compile(model, backend="mla")`, before Inductor.
 
         print(mla_compile.explain(model, token_ids, positions, batch))
         mla_compile.explain(model, token_ids, positions, batch).save("split.svg")
 
-    Nothing runs: no kernel, no write to a cache; code that is compiled already stays so. Sizes are fixed unless the
-    arguments are marked (`torch._dynamo.mark_dynamic`), and then they show as `s0`, or `u0` where unbacked.
+    It runs no kernel, writes to no cache, and keeps compiled code. Sizes are fixed unless the arguments are marked
+    (`torch._dynamo.mark_dynamic`); marked sizes are shown as `s0`, or as `u0` if unbacked.
 
     Args:
         model: a module or function, compiled or not.
-        args, kwargs: what it would be called with.
-        passes: those to run instead of the backend's own, as in `torch.compile(options={"passes": [...]})`.
+        args, kwargs: the arguments of the call.
+        passes: the passes to run instead of the backend's own, as in `torch.compile(options={"passes": [...]})`.
 
     Raises:
         MLAError: the call has no tensor operation; a pass fails, or leaves a broken graph.
-        torch._dynamo.exc.Unsupported: the call has a graph break, which it explains.
+        torch._dynamo.exc.Unsupported: the call has a graph break; the message explains it.
     """
     captured = capture_graph(uncompiled(model), args, kwargs)
     if captured is None:
@@ -74,7 +74,7 @@ def explain(
 def run_step_by_step(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] | None = None
 ) -> dict[str, fx.GraphModule]:
-    """The graph as it is and after each of `passes` that changes it (the backend's by default); `gm` stays as it is."""
+    """The captured graph, and the graph after each of `passes` (default: the backend's) that changes it; keeps `gm`."""
     graphs = {"captured": copy_graph(gm)}
     for applied, result in pipeline.steps(copy_graph(gm), example_inputs, passes):
         if applied.changed:
@@ -84,7 +84,7 @@ def run_step_by_step(
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module of its own nodes, which have the names and metadata of the old ones."""
+    """A copy of a graph module with new nodes, which have the names and metadata of the old ones."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert isinstance(result, tuple), "a Dynamo graph has an output"

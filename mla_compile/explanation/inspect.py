@@ -1,4 +1,4 @@
-"""Explain a whole language model on a batch of the usual kind; nothing of it runs."""
+"""Explain a whole language model on a typical batch, without running it."""
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,22 @@ from mla_compile.speculate import DecodeState, SpeculativeDecoder
 
 PAGE_SIZE = 16
 NUM_CACHED = 96
-"""Tokens that each decode row is taken to hold already."""
+"""The assumed number of cached tokens of each decode row."""
 
 
 def inspect_forward(
     model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows: int = 4, prefill_tokens: int = 48
 ) -> Explanation:
-    """One forward of a mixed batch up to the logits that are needed: all of a decode row's, a prompt's last.
+    """Explain one forward of a mixed batch up to the logits that a step needs: all of a decode row's, a prompt's last.
 
     Args:
-        model: any model; it gets a small cache of its own.
+        model: any model; the function allocates a small cache for it.
         num_speculative_tokens: k >= 0; each decode row has k + 1 query tokens.
         rows: decode rows, >= 0.
         prefill_tokens: tokens of one prompt chunk, >= 0; 0 for none.
 
     Raises:
-        MLAError: no token at all.
+        MLAError: the batch has no tokens.
     """
     if rows + prefill_tokens == 0:
         raise MLAError("rows, prefill_tokens", "a batch of at least one token", "0 and 0")
@@ -54,15 +54,15 @@ def inspect_forward(
 
 
 def inspect_step(model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows: int = 4) -> Explanation:
-    """The whole MTP iteration that generation compiles: verify, accept, draft.
+    """Explain the whole MTP iteration that generation compiles: verify, accept, draft.
 
     Args:
-        model: with an MTP layer where `num_speculative_tokens` is above 0; it gets a small cache of its own.
+        model: has an MTP layer if `num_speculative_tokens` is above 0; the function allocates a small cache for it.
         num_speculative_tokens: k >= 0.
         rows: sequences, >= 1.
 
     Raises:
-        MLAError: no sequence, or drafts of a model without an MTP layer.
+        MLAError: `rows` is 0, or drafts are requested of a model without an MTP layer.
     """
     if rows == 0:
         raise MLAError("rows", "at least one sequence", rows)
@@ -73,7 +73,7 @@ def inspect_step(model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows
 
 
 def _allocate(model: MLAForCausalLM, pages: int) -> None:
-    """Nothing runs, so the cache's size only shows in the picture: it need not hold a very large batch."""
+    """Allocate at most 1000 pages: the model does not run, and the cache's size only appears in the picture."""
     allocate(model.cache_specs(), 1 + min(pages, 1000), PAGE_SIZE)
 
 

@@ -1,4 +1,4 @@
-"""Find every attention call of a graph before and after the passes, and what became of it."""
+"""Find every attention call of a graph, and the ops that replace it after the passes."""
 
 import operator
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention call: the shapes of the unified op, and of the segments that stand for it after the passes."""
+    """One attention call: the shapes of the unified op, and of the segments that replace it after the passes."""
 
     name: str
     tokens: str
@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring attention calls that differ in their names only."""
+    """Consecutive attention calls that differ only in their names."""
 
     names: tuple[str, ...]
     layer: Layer
@@ -80,19 +80,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Layers:
-    """The attention calls of a graph. `groups` has all of the `calls` or none."""
+    """The attention calls of a graph. `groups` covers all of the `calls`, or is empty."""
 
     calls: int
     groups: list[Group]
     hints: dict[str, int]
-    """What a symbolic size was in the captured call, where that is known."""
+    """The value of each symbolic size in the captured call, if known."""
 
     @property
     def why_none(self) -> str:
-        """Why there are no groups."""
+        """The reason why there are no groups."""
         if self.calls:
             return "Not every mla_attention is one decode and one prefill segment after the passes."
-        return "The graph has no mla_attention, so the split pass leaves it as it is."
+        return "The graph has no mla_attention, so the split pass does not change it."
 
 
 @dataclass
@@ -112,7 +112,7 @@ def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     split = next((gm for gm in graphs.values() if _calls(gm)), last)
     stages = unified, _calls(split), _calls(last)
     shapes = Shapes()
-    # A user's passes may leave the unified op, or add to the segments: what has no pair is not drawn.
+    # A user's passes may keep the unified op, or add segments: calls without a counterpart are not drawn.
     paired = zip(*stages) if len({len(stage) for stage in stages}) == 1 else ()
     layers = [_layer(shapes, f"call {i}", *nodes) for i, nodes in enumerate(paired)]
     return Layers(len(unified), list(_fold(layers)), shapes.hints)
@@ -124,9 +124,9 @@ def _fold(layers: list[Layer]) -> Iterator[Group]:
 
 
 def _calls(gm: fx.GraphModule) -> list[_Call]:
-    """An append opens a call; the segments that read the same cache, up to its next append, belong to it.
+    """An append begins an attention call; the segments that read its cache, up to the next append, belong to the call.
 
-    `mla_decode` on a cache without appends belongs to no call: `absorb_mla` made it of plain attention.
+    `mla_decode` on a cache without appends belongs to no call: `absorb_mla` made it from plain attention.
     """
     found: list[_Call] = []
     current: dict[fx.Node, _Call] = {}
@@ -149,7 +149,7 @@ def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, fi
     inputs = ("q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "w_uk", "w_uv")
     return Layer(
         name=module_path(unified) or default_name,
-        tokens=shapes.rows(unified),
+        tokens=shapes.first_size(unified),
         **{name: shapes.shape(given[name]) for name in inputs},
         out=shapes.shape(unified),
         append=op_name(final.append),
@@ -164,9 +164,9 @@ def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> De
     given, split = op_arguments(after), op_arguments(before)
     q_latent, q_len = given["q_latent"], split["q_len"]
     return Decode(
-        rows=shapes.rows(split["seq_lens"]),
+        rows=shapes.first_size(split["seq_lens"]),
         q_len=shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
-        tokens=shapes.rows(after),
+        tokens=shapes.first_size(after),
         q_nope=shapes.shape(_absorbed(q_latent)),
         q_pe=shapes.shape(given["q_pe"]),
         q_latent=shapes.shape(q_latent),
@@ -180,7 +180,7 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
     given = op_arguments(node)
     return Prefill(
         chunks=shapes.size(tensor_of(given["cu_seqlens_q"]).shape[0] - 1),
-        tokens=shapes.rows(given["q"]),
+        tokens=shapes.first_size(given["q"]),
         q=shapes.shape(given["q"]),
         keys=shapes.size(tensor_of(given["key_slots"]).shape[1]),
         out=shapes.shape(node),
@@ -188,9 +188,9 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
 
 
 def _absorbed(node: fx.Node) -> fx.Node:
-    """What `matmul_by_head` multiplied; the node itself where a pass has fused that away.
+    """The input of the `matmul_by_head` that computed a node; the node itself if a pass has fused that op away.
 
-    A pass may have put ops of one input in between, a clamp say.
+    A pass may have inserted ops with one input in between, for example a clamp.
     """
     product = node
     while not is_call(product, matmul_by_head_op) and len(product.all_input_nodes) == 1:

@@ -1,7 +1,7 @@
-"""The explanation as an SVG: for each kind of attention layer, its one opaque op and the segments made of it.
+"""The explanation as an SVG: for each kind of attention layer, its unified op and the segments that replace it.
 
-`picture.svg` is a picture of one layer with everything that a layer may have. Here what a layer lacks is left out, and
-`$names` in its texts become shapes.
+`picture.svg` is the picture of a layer with all parts. This module removes the parts that a layer lacks, and replaces
+`$names` in its texts with shapes.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from mla_compile.explanation.text import counted
 
 _SVG = "http://www.w3.org/2000/svg"
 _FIRST_PANEL, _PANEL = 104, 616
-"""The first one's top edge, and from one's to the next one's."""
+"""The top edge of the first panel, and the distance between the top edges of two panels."""
 _MAX_PANELS = 6
 
 

@@ -1,4 +1,4 @@
-"""Shapes and names for people."""
+"""Shapes and names in readable form."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from mla_compile.passes.nodes import tensor_of
 
 
 class Shapes:
-    """Writes sizes, with symbols numbered in the order in which they are first seen: `s77` becomes `s0`."""
+    """Formats sizes, and numbers symbols in order of first use: `s77` becomes `s0`."""
 
     def __init__(self) -> None:
         self.symbols: dict[str, str] = {}
@@ -30,7 +30,7 @@ class Shapes:
         number = sum(name.startswith(kind) for name in self.symbols.values())
         return self.symbols.setdefault(symbol.group(), f"{kind}{number}")
 
-    def rows(self, node: fx.Node) -> str:
+    def first_size(self, node: fx.Node) -> str:
         """The size of dimension 0."""
         return self.size(tensor_of(node).shape[0])
 

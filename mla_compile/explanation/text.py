@@ -1,4 +1,4 @@
-"""The explanation in words."""
+"""The explanation as text."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from mla_compile.passes.nodes import op_name
 
 
 def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
-    """Layers and node counts, a block each."""
+    """The text: a block for each group of layers, then one for the node counts."""
     return "\n\n".join("\n".join(block) for block in _blocks(graphs, layers)) + "\n"
 
 
@@ -28,7 +28,7 @@ def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[
 
 def _symbols(layers: Layers) -> list[str]:
     hints = [f"{name} = {hint}" for name, hint in layers.hints.items() if name.isalnum()]
-    return [f"dynamic sizes, as they were in this call: {', '.join(hints)}"] if hints else []
+    return [f"dynamic sizes, with their values in this call: {', '.join(hints)}"] if hints else []
 
 
 def _group(group: Group) -> Iterator[str]:

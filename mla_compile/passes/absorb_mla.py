@@ -1,4 +1,4 @@
-"""Rewrite MLA attention that is written in its expanded form, in plain PyTorch, to the absorbed form where it pays.
+"""Rewrite expanded MLA attention in plain PyTorch to the absorbed form, where that is cheaper.
 
     before                                          after
 
@@ -7,12 +7,12 @@
     k_pe ─> expand ─> cat ─> k ─> attention ┴─> o                    o <─ w_uv <─ (weights · kv_c) <───────────┘
                                q ──┘
 
-In `absorption/`, `pattern` finds it and `layout` sees through the way it is written. It pays for decode, not for
-prefill. The rewrite moves brackets in products of matrices, so it holds for any mask; what lies between the two
-products of an attention spelled out stays as it is. A fused attention becomes one `mla_masked_decode` on the latents
-under the mask as it was.
+In `absorption/`, `pattern` matches the attention and `layout` traces its keys and values through views and copies. The
+absorbed form is cheaper for decode, not for prefill. The rewrite reassociates matrix products, so it holds for any
+mask. In attention written as two products, the nodes between these products stay. A fused attention becomes one
+`mla_masked_decode` on the latents under the same mask.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was fused so, and why other attention that looks like MLA was not.
+`TORCH_LOGS="+mla_compile"` logs each rewrite, and the reason for each attention that resembles MLA but stays expanded.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from mla_compile.passes.strides import laid_out_as
 from mla_compile.torch_internals import is_wrapper, size_hint
 
 _MANY_KEYS = 4096
-"""Taken for a number of keys that is unknown at compile time."""
+"""The assumed number of keys if it is unknown at compile time."""
 
 
 def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
@@ -63,9 +63,9 @@ def _absorb(node: fx.Node) -> str | None:
 def absorbing_pays(q_len: int, keys: int, rank: int, nope: int, rope: int, v: int) -> bool:
     """Whether the absorbed form takes fewer multiplications, for each row and head.
 
-    rank, nope, rope, v: widths of latents, of both parts of the keys, and of values. For DeepSeek-V3's and many keys,
-    it does up to some 170 query tokens: then the wider products, 2 * 512 + 64 instead of 128 + 64 + 128, take more than
-    the expansion of the keys.
+    rank, nope, rope, v: widths of latents, of both parts of the keys, and of values. With the widths of DeepSeek-V3 and
+    many keys, the limit is some 170 query tokens. Beyond it, the wider products (2 * 512 + 64 instead of
+    128 + 64 + 128) cost more than the expansion of the keys.
     """
     expanded = keys * rank * (nope + v) + q_len * keys * (nope + rope + v)
     absorbed = q_len * rank * (nope + v) + q_len * keys * (2 * rank + rope)
@@ -73,7 +73,7 @@ def absorbing_pays(q_len: int, keys: int, rank: int, nope: int, rope: int, v: in
 
 
 def _check(found: Attention) -> None:
-    """Raises `Refusal` where absorbing is not right, in words for the author of the model."""
+    """Raises `Refusal` if absorbing would change the result, with a reason for the author of the model."""
     node, read = tensor_of(found.node), _read(found)
     if node.requires_grad:
         raise Refusal("it needs a gradient: call the model under torch.no_grad() or torch.inference_mode()")
@@ -82,7 +82,7 @@ def _check(found: Attention) -> None:
         raise Refusal("it runs under autocast: convert the model to the dtype instead")
     if any(is_wrapper(tensor_of(n)) for n in read):
         raise Refusal(
-            "the weight or the latents are a tensor subclass, quantised perhaps, which cannot be sliced"
+            "the weight or the latents are a tensor subclass (for example quantised), which cannot be sliced"
         )
     passed = found.passed
     tensors = [n for n in (*passed, *read) if is_tensor(n)]
@@ -99,7 +99,7 @@ def _check(found: Attention) -> None:
 
 
 def _other_user(found: Attention) -> fx.Node | None:
-    """What else reads the expansions, or what is made of them."""
+    """Another node that reads the expanded keys or values, or a tensor computed from them."""
     passed, pending = found.passed, [found.keys.node, found.values.node]
     while pending:
         for user in pending.pop().users:
@@ -143,7 +143,7 @@ def _emit_products(found: Attention) -> None:
 
 
 def _read(found: Attention) -> list[fx.Node]:
-    """What is read in place of keys and values."""
+    """The nodes that the absorbed form reads instead of keys and values."""
     return [found.keys.latents, found.keys.weight, found.values.weight, found.shared.node]
 
 
@@ -155,7 +155,7 @@ def _parts(found: Attention, read: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _replace(node: fx.Node, emit: Callable[..., Any], *arguments: Any) -> None:
-    """Put `emit(*arguments)` in the place of a node."""
+    """Replace a node with `emit(*arguments)`."""
 
     def call(*arguments: Any) -> Any:
         return laid_out_as(tensor_of(node), emit(*arguments))
@@ -164,7 +164,7 @@ def _replace(node: fx.Node, emit: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _queries(found: Attention) -> list[fx.Node]:
-    """The queries that meet each part of the keys: operands of the `cat` that joined them, or slices."""
+    """The queries for each part of the keys: the operands of the `cat` that joined them, or slices."""
     query, places = found.query, (found.nope, found.rope)
     joined = torch_name(query) == "cat" and argument(query, 1, "dim", 0) in (3, -1)
     operands = argument(query, 0, "tensors") if joined else ()

@@ -1,6 +1,6 @@
-"""Cos and sin as ops of ours take them, and what all layers read, kept in memory.
+"""Cos and sin in the layout of our ops, and tensors that all layers read, materialised in memory.
 
-Inductor would compute it again for each layer.
+Inductor would recompute them in each layer.
 """
 
 import operator
@@ -27,7 +27,7 @@ def cos_and_sin(angles: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def by_token(x: Any) -> Any:
-    """`[tokens, columns]`, whatever the dimensions before."""
+    """`x` as `[tokens, columns]`, with all dimensions before the last flattened."""
     return x if len(x.shape) == 2 else x.flatten(0, -2)
 
 
@@ -40,7 +40,7 @@ def are_alike(first: fx.Node, second: fx.Node) -> bool:
 
 
 def materialize(nodes: Iterable[fx.Node]) -> None:
-    """Compute the tensors of which these are views once for all who read them; not those that somebody writes to."""
+    """Compute the bases of these views once for all readers, except bases that a node writes to."""
     for node in sorted({made_of(node) for node in nodes}):
         if not _is_computed(node) or tensor_of(node).is_complex() or _is_written(node):
             continue
@@ -53,12 +53,12 @@ def materialize(nodes: Iterable[fx.Node]) -> None:
             set_example_value(kept, fake_mode_of(node))
         node.replace_all_uses_with(kept)
         kept.args = (node,)
-        for view in views:  # so that they share the memory of what they are views of now
+        for view in views:  # they share the memory of their new base
             set_example_value(view, fake_mode_of(view))
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether Inductor may compute a tensor where it is read. What an op of ours has made is in memory."""
+    """Whether Inductor may compute a tensor inside its readers. The results of our ops are in memory already."""
     maker: Any = node.args[0] if node.target is operator.getitem else node
     ours = namespace_of(overload_of(maker.target)) == "mla_compile"
     return node.op in ("call_function", "call_method") and is_tensor(node) and not ours

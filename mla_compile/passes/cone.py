@@ -1,9 +1,9 @@
-"""The part of a graph that makes one tensor of another, cut out and run on tensors of our own.
+"""The part of a graph that computes one tensor from another, cut out and run on random tensors.
 
-What it computes is compared with a formula, whatever the way in which it is written: `cut` a cone, and let
-`Recognition` try a formula on it, which draws values (`draw`), runs the cone on them (`Cone.run`) and looks whether the
-results `agree`. No tensor of the user's is read: shapes and dtypes are those of the example values, sizes that are
-symbols get a number.
+A pass recognises a computation in any spelling by comparing it with a formula. It `cut`s a cone, and `Recognition`
+tries a formula on it: the formula draws values (`draw`), runs the cone on them (`Cone.run`) and checks whether the
+results `agree`. The user's tensors are never read: shapes and dtypes are those of the example values, and symbolic
+sizes get a number.
 """
 
 import re
@@ -32,14 +32,14 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Cone:
-    """The nodes through which `source` decides `result`, in order; `leaves` are what else they read."""
+    """The nodes on the paths from `source` to `result`, in order; `leaves` are the other nodes that they read."""
 
     source: fx.Node
     result: fx.Node
     nodes: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
     fills: bool = False
-    """Whether nodes may write to what others of the cone made."""
+    """Whether nodes may write to tensors that other nodes of the cone made."""
 
     @property
     def tensors(self) -> list[fx.Node]:
@@ -48,13 +48,13 @@ class Cone:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The dtype of the source where it is one of 16 bits, whose rounding could hide a wrong formula."""
+        """The dtype of the source if it has 16 bits, whose rounding could hide a wrong formula; else None."""
         dtype = tensor_of(self.source).dtype
         return dtype if dtype in HALF else None
 
     @property
     def numbers(self) -> list[float]:
-        """Those that stand in the calls."""
+        """The numeric literals in the arguments of the calls."""
         found: list[float] = []
 
         def look(value: Any) -> Any:
@@ -67,7 +67,7 @@ class Cone:
         return list(dict.fromkeys(found))
 
     def check(self) -> None:
-        """Raises `Refusal` where the cone cannot stand for its values: effects, sizes that depend on values."""
+        """Raises `Refusal` if the cone cannot run on random values: writes in place, or sizes that depend on values."""
         if len(self.nodes) > _MOST_NODES:
             raise Refusal(f"there are {len(self.nodes)} operations on the way")
         inputs = (self.source, *self.leaves)
@@ -83,7 +83,7 @@ class Cone:
                 raise Refusal(f"the size of `{op_name(node)}` depends on values")
 
     def signature(self) -> str:
-        """Equal for cones that compute the same."""
+        """A text that is equal for cones of the same computation."""
         named = {node: f"%{i}" for i, node in enumerate((self.source, *self.leaves, *self.nodes))}
         inputs = [_described(value_of(node)) for node in (self.source, *self.leaves)]
         calls = []
@@ -96,12 +96,12 @@ class Cone:
     def run(self, values: Mapping[fx.Node, Any], half: torch.dtype | None = None) -> Tensor:
         """The result for values of `source` and `leaves` on the CPU.
 
-        half: a dtype in whose place float32 is computed with.
+        half: a dtype that float32 replaces in the computation.
 
         Raises:
-            ValueError: a node writes in place where it may not, or its dtype is not that of its example value (under
-                autocast, say).
-            Exception: whatever a node's function raises.
+            ValueError: a node writes in place without permission, or its dtype is not that of its example value (for
+                example under autocast).
+            Exception: any error of a node's function.
         """
         known = dict(values)
 
@@ -109,7 +109,7 @@ class Cone:
             if isinstance(value, fx.Node):
                 return known[value]
             if isinstance(value, torch.SymInt):
-                raise ValueError(f"the size {value} is no node")
+                raise ValueError(f"the size {value} is not a node")
             return _on_cpu(torch.float32 if half is not None and value == half else value)
 
         for node in self.nodes:
@@ -125,16 +125,16 @@ class Cone:
             if isinstance(example, Tensor):
                 expected = torch.float32 if example.dtype == half else example.dtype
                 if out.dtype != expected:
-                    raise ValueError(f"`{op_name(node)}` gives {out.dtype} instead of {expected}")
+                    raise ValueError(f"`{op_name(node)}` returns {out.dtype} instead of {expected}")
             known[node] = out
         result: Tensor = known[self.result]
         return result
 
 
 def cut(source: fx.Node, result: fx.Node, *, fills: bool = False) -> Cone:
-    """The cone between two nodes, of which `source` comes first; without nodes where it does not decide `result`.
+    """The cone from `source` to a later `result`; it has no nodes if `result` does not depend on `source`.
 
-    fills: also the nodes that write to what the cone makes, though nobody takes what they return.
+    fills: include the nodes that write to tensors of the cone, even if their return values are unused.
     """
     reached = {source}
     node = source
@@ -159,7 +159,7 @@ def cut(source: fx.Node, result: fx.Node, *, fills: bool = False) -> Cone:
 
 
 def _writers(made: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes between two others that may write to what a node made."""
+    """The nodes between `first` and `last` that may write to the result of `made`."""
     touched, found, node = memory([made]), [], first.next
     while node is not last:
         if not touched.isdisjoint(memory(may_write(node))):
@@ -169,7 +169,7 @@ def _writers(made: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def made_of_both(results: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of which all of these are made, the nearest first."""
+    """The nodes on which all of these depend, the nearest first."""
     above = [set(result.all_input_nodes) for result in results]
     node = max(results).prev
     while node.op != "root":
@@ -182,16 +182,16 @@ def made_of_both(results: Sequence[fx.Node]) -> Iterator[fx.Node]:
 
 
 class Recognition:
-    """What the cones of one graph compute. Layers are alike: each kind of cone is run once."""
+    """The formulas found for the cones of one graph. Layers repeat, so each distinct cone runs once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def of(self, formula: Callable[..., _Found], *cones: Cone) -> _Found:
-        """What `formula` finds in cones. It takes them, and may run them.
+        """The result of `formula(*cones)`, which may run the cones.
 
         Raises:
-            Refusal: it is another formula; whatever the user's operations raise is one, too.
+            Refusal: the cones compute something else, or one of the user's operations raises an error.
         """
         if not all(cone.nodes for cone in cones):
             raise Refusal("it does not depend on the projection")
@@ -212,8 +212,8 @@ def _tried(formula: Callable[..., Any], cones: Sequence[Cone]) -> Any:
             return formula(*cones)
     except Refusal as refusal:
         return refusal
-    except Exception as failure:  # whatever the user's operations raise
-        return Refusal(f"it cannot be tried: {failure}")
+    except Exception as failure:  # any error of the user's operations
+        return Refusal(f"it cannot be run on random values: {failure}")
 
 
 def draw(
@@ -225,7 +225,7 @@ def draw(
 ) -> dict[fx.Node, Any]:
     """Random values for the source and the leaves of cones of one source.
 
-    number: in the place of every symbol; scale: of each tensor; half: a dtype in whose place float32 is drawn.
+    number: replaces every symbolic size; scale: each tensor's standard deviation; half: a dtype that float32 replaces.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     values: dict[fx.Node, Any] = {}
@@ -243,7 +243,7 @@ def draw(
 
 
 def agree(got: Tensor, expected: Tensor, terms: Tensor, bound: float) -> bool:
-    """Whether they differ by no more than `bound` of the terms that were summed, and are NaN alike."""
+    """Whether two tensors differ by at most `bound` times the summed terms, and have NaN in the same places."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     near = (got.double() - expected.double()).abs() <= bound * terms.double()

@@ -14,29 +14,29 @@ from mla_compile.torch_internals import is_mutable, storage_key
 
 _NAMES = {*dir(Tensor), *dir(operator)}
 _METHODS_IN_PLACE = {"__setitem__"} | {n for n in _NAMES if n.startswith("__i") and f"__{n[3:]}" in _NAMES}
-"""`__iadd__`, which has an `__add__`, and its like."""
+"""`__iadd__` and every other method with an out-of-place form (`__add__`)."""
 _OPERATORS_IN_PLACE = {getattr(operator, name) for name in _METHODS_IN_PLACE if hasattr(operator, name)}
-"""What `x += y` and `x[i] = y` become. By name, `and_` and `or_` would look like them."""
+"""The functions of `x += y` and `x[i] = y`. A match by name would include `and_` and `or_`."""
 _UPDATE_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
-"""Norms that write to the running mean and variance that they are given."""
+"""Norms that write to their running mean and variance arguments."""
 
 _APPENDS = (append_op, norm_rope_append_op)
 
 
 def appended_cache(node: fx.Node) -> fx.Node | None:
-    """The cache to which a node appends latents; None where it is no append."""
+    """The cache to which a node appends latents; None if the node is not an append."""
     return op_arguments(node)["kv_cache"] if is_call(node, *_APPENDS) else None
 
 
 def memory(nodes: Iterable[fx.Node]) -> set[int]:
-    """What tells apart the memory of tensors: a view, or a second input, may be the same cache."""
+    """Keys of the memory of the nodes' tensors, equal for tensors that share it (a view, the same cache twice)."""
     return {storage_key(value) for node in nodes for value in values_of(node) if isinstance(value, Tensor)}
 
 
 def made_of(node: fx.Node, columns: int = 0) -> fx.Node:
-    """The node whose tensor a node's tensor is a view of, and that is no view itself.
+    """The base of a node's view, which is not itself a view.
 
-    columns: the climb ends before a tensor whose last dimension has fewer.
+    columns: the search ends before a tensor whose last dimension has fewer columns.
     """
     while isinstance(before := node.args[0] if node.args else None, fx.Node):
         value = value_of(before)
@@ -48,9 +48,9 @@ def made_of(node: fx.Node, columns: int = 0) -> fx.Node:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether a node that moves must not cross this one.
+    """Whether a pass must not move other nodes across this one.
 
-    It may write in place, or it is called for its effect only and may decide how later nodes compute (autocast).
+    The node may write in place, or is called only for an effect that may change how later nodes compute (autocast).
     """
     called = node.op.startswith("call_")
     if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
@@ -63,11 +63,11 @@ def mutates(node: fx.Node) -> bool:
         return node.target in _OPERATORS_IN_PLACE
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _METHODS_IN_PLACE
-    return called and (in_place or _is_told_to_write(node) or "out" in node.kwargs)
+    return called and (in_place or _is_inplace(node) or "out" in node.kwargs)
 
 
-def _is_told_to_write(node: fx.Node) -> bool:
-    """Whether an argument `inplace` is True. Functions of torch in C++, and methods, have none."""
+def _is_inplace(node: fx.Node) -> bool:
+    """Whether an argument `inplace` is True. Torch's C++ functions and methods do not have it."""
     if not inspect.isfunction(node.target):
         return False
     names = list(inspect.signature(node.target).parameters)
@@ -88,9 +88,9 @@ def may_write(node: fx.Node) -> list[fx.Node]:
 def writer_between(
     first: fx.Node, last: fx.Node, read: Iterable[fx.Node], passed: Set[fx.Node] = frozenset()
 ) -> fx.Node | None:
-    """A node after `first` and before `last` that may write to what the nodes of `read` hold.
+    """A node after `first` and before `last` that may write to the memory of the nodes of `read`.
 
-    passed: nodes that are known to write to nothing, or only to what is theirs to fill.
+    passed: nodes to skip, which write to nothing or only fill tensors of their own.
     """
     touched = memory(read)
     node = first.next
@@ -102,8 +102,8 @@ def writer_between(
 
 
 def at_once(first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> bool:
-    """Whether `last` can be computed with `first`, given what the nodes of `read` hold: nothing between them writes to
-    it, or is called for its effect alone, which may be that gradients are wanted from there on."""
+    """Whether `last` can be computed at `first`'s place from the nodes of `read`: no node between them writes to these,
+    or is called only for its effect, which may be to enable gradients."""
     node = first.next
     while node is not last:
         if mutates(node) and not memory(node.all_input_nodes):
@@ -113,9 +113,9 @@ def at_once(first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> bool:
 
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that outputs, inputs or effects need. Dynamo leaves others in, such as keys expanded for nobody.
+    """The nodes that outputs, inputs or effects need. Dynamo leaves others in, such as expanded keys without a reader.
 
-    A tensor that is made, filled and read by nobody is not live, nor are the writes that fill it.
+    A tensor that is made and filled but never read is not live, nor are the writes that fill it.
     """
     live: set[fx.Node] = set()
     read = memory([node for node in graph.nodes if node.op in ("placeholder", "get_attr")])
@@ -139,11 +139,11 @@ def erase_dead(graph: fx.Graph) -> None:
 
 
 def _writes_to_first(node: fx.Node) -> bool:
-    """Whether all that a node may write to is its first argument."""
+    """Whether a node writes to its first argument and to no other."""
     by_method = node.op == "call_method" and str(node.target).endswith("_") and mutates(node)
     return (by_method or node.target in _OPERATORS_IN_PLACE) and isinstance(node.args[0], fx.Node)
 
 
 def _renormalizes(node: fx.Node) -> bool:
-    """Whether an embedding has a `max_norm`, to which it cuts rows of its weight in place."""
+    """Whether an embedding has a `max_norm`, to which it renormalises vectors of its weight in place."""
     return node.target in (F.embedding, F.embedding_bag) and argument(node, 3, "max_norm") is not None

@@ -12,11 +12,11 @@ from torch.fx.proxy import GraphAppendingTracer, Proxy
 from mla_compile.passes.nodes import value_of, values_of
 
 _SHARED = (torch.cat, torch.ops.aten.sym_size.int)
-"""Emitted once per pass and argument list: every layer asks for the same sizes and the same joined slots."""
+"""Emitted once per pass and argument list: every layer needs the same sizes and the same joined slots."""
 
 
 class _GraphProxy(Proxy):
-    """A proxy whose `shape` holds Python ints where static and `sym_size` nodes where dynamic."""
+    """A proxy whose `shape` has a Python int for each static size and a `sym_size` node for each dynamic one."""
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -28,7 +28,7 @@ class _GraphProxy(Proxy):
 
 
 class _Emitter(GraphAppendingTracer):
-    """Gives every new node its `example_value` and the provenance of the node that it stands in for."""
+    """Gives every new node its `example_value` and the provenance of the node that it replaces."""
 
     def __init__(self, graph: fx.Graph, shared: dict[Any, fx.Node]) -> None:
         super().__init__(graph)
@@ -62,20 +62,20 @@ def _unwrap(value: Any) -> Any:
 
 
 def fake_mode_of(node: fx.Node) -> Any:
-    """The fake mode of the node's own value, of its first input's where it has none (an append): the mode that
-    `detect_fake_mode` finds may be another one."""
+    """The fake mode of the node's value, or of its first input's value if it has none (an append).
+    `detect_fake_mode` may find a different mode."""
     value: Any = values_of(node)[0]
     return fake_mode_of(node.all_input_nodes[0]) if value is None else value.fake_mode
 
 
 def fake_mode_in(graph: fx.Graph) -> Any:
-    """The fake mode of the first fake tensor in a graph; None where there is no such tensor."""
+    """The fake mode of the first fake tensor in a graph; None if there is no such tensor."""
     values = (value for node in graph.nodes for value in values_of(node))
     return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
 
 
 def copy_provenance(source: fx.Node, node: fx.Node) -> None:
-    """Stack traces and module paths of `source`, so that errors and profiles still name the user's line."""
+    """Copy the stack traces and module paths of `source`: errors and profiles then name the user's line."""
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if key in source.meta:
             node.meta[key] = source.meta[key]
@@ -89,9 +89,9 @@ def set_example_value(node: fx.Node, fake_mode: Any) -> None:
 def example_value(
     node: fx.Node, fake_mode: Any, instead: Mapping[fx.Node, Any] = MappingProxyType({})
 ) -> Any:
-    """What a node gives for the example values of its arguments.
+    """The result of a node for the example values of its arguments.
 
-    instead: other values for some of them.
+    instead: nodes whose values replace their example values.
     """
     args, kwargs = fx.map_arg(
         (node.args, node.kwargs), lambda n: instead[n] if n in instead else n.meta["example_value"]
@@ -103,24 +103,24 @@ def example_value(
         return node.target(*args, **kwargs)
 
 
-def stand_in(old: fx.Node, new: fx.Node) -> None:
-    """Use `new` for `old`, with its example value: views of that, made further on, must be seen to share memory."""
+def replace_uses(old: fx.Node, new: fx.Node) -> None:
+    """Replace `old` with `new` and keep the example value of `old`, with which its views share memory."""
     new.meta["example_value"] = value_of(old)
     old.replace_all_uses_with(new)
 
 
 def replace_results(call: fx.Node, results: Sequence[fx.Node | None]) -> None:
-    """Use these nodes for the results of a call of several; None for one that nobody uses."""
+    """Replace the results of a call that returns several; None for an unused result."""
     for user in call.users:
         result = results[user.args[1]]  # type: ignore[index]
         if result is not None:
-            stand_in(user, result)
+            replace_uses(user, result)
 
 
 def inline(
     origin: fx.Node, function: Callable[..., Any], args: Any, shared: dict[Any, fx.Node] | None = None
 ) -> Any:
-    """Emit `function(*args)` before `origin`, on whose behalf it is; nodes of `args` are passed as proxies.
+    """Emit `function(*args)` before `origin`, with its provenance; the function gets proxies for nodes of `args`.
 
     Returns the function's result with nodes for proxies. `shared` keeps nodes that later calls may reuse.
     """

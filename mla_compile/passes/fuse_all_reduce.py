@@ -1,4 +1,4 @@
-"""Add up the parts of processes that share a model in the launch that adds the residual and computes the norm.
+"""Sum the parts of a model's ranks in the launch that adds the residual and computes the norm.
 
     before                                              after
 
@@ -7,7 +7,7 @@
     residual ─────────────┘    ├─> normed                                                      └─> total
                                └─> total
 
-Only where nobody else reads the sum of the parts. A residual that is added to one with no norm after it stays as it is.
+The norm must be the only reader of the sum of the parts. A sum that is added to a residual without a norm stays.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import fx
 from mla_compile.ops.collectives.collectives import all_reduce_op
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
 from mla_compile.passes.effects import at_once
-from mla_compile.passes.emit import inline, stand_in
+from mla_compile.passes.emit import inline, replace_uses
 from mla_compile.passes.nodes import is_call, op_arguments
 from mla_compile.passes.rewrite import rewrite
 
@@ -38,12 +38,12 @@ def _fuse(norm: fx.Node) -> str | None:
     else:
         return None
     parts = op_arguments(total)["x"]
-    stand_in(norm, inline(norm, all_reduce_add_rms_norm_op, (parts, other, weight, eps)))
+    replace_uses(norm, inline(norm, all_reduce_add_rms_norm_op, (parts, other, weight, eps)))
     return "all_reduce, + and RMSNorm"
 
 
 def _is_for(norm: fx.Node, total: fx.Node) -> bool:
-    """Whether a node adds up parts for this norm alone, and can do so with it."""
+    """Whether a node is an all-reduce that only this norm reads, and can be computed at its place."""
     if not is_call(total, all_reduce_op) or list(total.users) != [norm] or norm.args.count(total) != 1:
         return False
     return at_once(total, norm, [op_arguments(total)["x"]])

@@ -1,4 +1,4 @@
-"""Products by weights choose their kernel when they run; two of one input become one.
+"""Products by weights select their kernel at run time; two products of one input become one.
 
     before                           after
 
@@ -6,19 +6,19 @@
        └─> linear(b) ─> ...                                   └─> [..., n:] ─> ...
     y ───> linear(c) ─> ...          y ─> fused_linear(c) ─> ...
 
-One graph serves all numbers of tokens, and what is quickest for one token is not for many: the op looks. At few tokens
-a product takes about as long with twice the columns, so what reads one input is joined: the compressed queries and
-latents of MLA, gate and up of an MLP. Only weights of which one begins where the other ends are joined, as
-`models/layout.py` lays them: nothing is copied. The op looks again when it runs, so weights may move afterwards.
+One graph serves all numbers of tokens, and the fastest kernel depends on that number, so the op selects it in each
+call. At few tokens a product takes about as long with twice the columns, so two products of one input are joined: the
+compressed queries and latents of MLA, gate and up of an MLP. Their weights must be adjacent in memory, as
+`models/layout.py` makes them, so nothing is copied. The op checks this in each call, so weights may move afterwards.
 
-Joined products become columns of a wider result. They are left where somebody may count on how a product lies in
-memory: an op that is not torch's or ours, a view that would be a copy, a caller who gets it.
+Joined products become columns of a wider result. Products are left if a reader may depend on their strides: an op of
+another library, a view that would become a copy, the graph's output.
 
-Products by FP8 weights are ops that look already. They are joined too, where blocks of the second weight begin where
-those of the first end.
+Products by FP8 weights are ops that select their kernel already. They are joined too, if the blocks of the second
+weight begin where those of the first end.
 
-Only on GPUs: on the CPU a product of few tokens takes the time of reading the weights, which stays. The log,
-`TORCH_LOGS="+mla_compile"`, says what was joined, and which weights that lie side by side were not.
+The pass acts on GPUs only: on the CPU the time of few tokens is that of reading the weights, which joining does not
+change. `TORCH_LOGS="+mla_compile"` logs the products that were joined, and adjacent weights that were not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ def fuse_linear(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without products by weights is left untouched.
 
-    require_kernel: only on GPUs; on the CPU it is no faster.
+    require_kernel: join products on GPUs only; on the CPU that is no faster.
     """
     erase_dead(gm.graph)
     products = [node for node in gm.graph.nodes if _is_product(node)]
@@ -82,22 +82,22 @@ def _input(product: fx.Node) -> Any:
 
 
 def _weight(product: fx.Node) -> tuple[Any, ...]:
-    """The weight, and its scales where it is FP8."""
+    """The weight, followed by its scales if it is FP8."""
     given = _arguments(product)
     return (given["weight"],) if given["scale"] is None else (given["weight"], given["scale"])
 
 
 def _may_have_few_tokens(product: fx.Node) -> bool:
-    """Whether a kernel for few tokens may serve; of a known number of tokens, torch knows the best product."""
+    """Whether a kernel for few tokens may run. Torch selects the best product for a static number of tokens."""
     if len(_weight(product)) == 2:
-        return False  # it is an op that looks
+        return False  # the FP8 op selects its kernel already
     x = tensor_of(_input(product))
     tokens = x.numel() // x.shape[-1] if all(type(size) is int for size in x.shape) and x.shape[-1] else None
     return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= MOST_FEW)
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a node multiplies rows, not one vector, by a weight that is an input of the graph, without a bias."""
+    """Whether a node multiplies tokens, not one vector, by a weight that is an input of the graph, without a bias."""
     is_fp8 = is_call(node, fp8_linear_op)
     if not is_fp8 and (function_name(node) != "linear" or not is_tensor(node)):
         return False
@@ -108,7 +108,7 @@ def _is_product(node: fx.Node) -> bool:
     weight: Any = given.get("weight")
     if not (is_tensor(x) and is_tensor(weight)) or weight.op not in ("placeholder", "get_attr"):
         return False
-    if is_fp8:  # its declaration has checked the rest
+    if is_fp8:  # the op's declaration has checked the rest
         return True
     values = [tensor_of(n) for n in (node, x, weight)]
     if any(map(is_wrapper, values)) or len({value.dtype for value in values}) != 1:  # autocast
@@ -118,12 +118,12 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _pairs(products: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Those of one input whose weights lie side by side, in the order of the weights; each product once."""
+    """Pairs of products of one input whose weights are adjacent, in the order of the weights; each product once."""
     waiting: dict[fx.Node, list[fx.Node]] = {}
     for product in products:
         others = waiting.setdefault(_input(product), [])
         for other in others:
-            pair = next((p for p in ((other, product), (product, other)) if _lie_side_by_side(*p)), None)
+            pair = next((p for p in ((other, product), (product, other)) if _are_adjacent(*p)), None)
             if pair is not None:
                 others.remove(other)
                 yield pair
@@ -132,7 +132,7 @@ def _pairs(products: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
             others.append(product)
 
 
-def _lie_side_by_side(first: fx.Node, second: fx.Node) -> bool:
+def _are_adjacent(first: fx.Node, second: fx.Node) -> bool:
     one, other = (tuple(map(tensor_of, _weight(product))) for product in (first, second))
     if len(one) == len(other) == 2:
         return is_one_matrix(*one, *other)
@@ -140,11 +140,11 @@ def _lie_side_by_side(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _join(first: fx.Node, second: fx.Node) -> str:
-    """Put one product in the place of two."""
+    """Replace two products with one."""
     before, after = sorted((first, second))
     read = [_input(first), *_weight(first), *_weight(second)]
     if not max(read) < before or not at_once(before, after, read):
-        raise Refusal("what they read may be written to or made on the way")
+        raise Refusal("an operand may be made or written to between the products")
     value = tensor_of(first)
     columns = value.shape[-1], tensor_of(second).shape[-1]
     wide = value.new_empty(*value.shape[:-1], sum(columns))
@@ -152,7 +152,7 @@ def _join(first: fx.Node, second: fx.Node) -> str:
     for product, part in zip((first, second), wide.split(columns, dim=-1)):
         found = views_of(product, part)
         if isinstance(found, fx.Node):
-            raise Refusal(f"`{op_name(found)}` may count on how a product lies in memory")
+            raise Refusal(f"`{op_name(found)}` may depend on the strides of a product")
         views += found
 
     def parts_of(x: Any, *weights: Any) -> Any:
@@ -168,7 +168,7 @@ def _join(first: fx.Node, second: fx.Node) -> str:
 
 
 def _product_of(x: Any, *weights: Any) -> Any:
-    """`fused_linear` of tokens in any number of dimensions; of two weights with their scales, `fp8_linear`."""
+    """`fused_linear` for tokens in any number of dimensions; `fp8_linear` for two weights with their scales."""
     if len(weights) == 4:
         return fp8_linear_op(x, *weights)
     if len(x.shape) == 2:

@@ -1,12 +1,12 @@
-"""Norm the tokens in the launch of the product that alone reads them.
+"""Fuse a norm into the launch of the product that is its only reader.
 
     before                                                   after
 
     x ────────┬─> fused_add_rms_norm ─┬─> fused_linear       x ────────┬─> norm_linear ─┬─> product
     residual ─┘                       └─> total              residual ─┘                └─> total
 
-For one or two tokens the op is one launch, for more it is the two that it was. Norms without an addition, and products
-by FP8 weights, likewise. A norm that others read too, as a router and experts do, stays.
+For one or two tokens the op is one launch, for more it is the same two as before. The pass also fuses norms without an
+addition, and products by FP8 weights. A norm with other readers, such as a router and experts, stays.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def fuse_norm_linear(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without such a product is left untouched.
 
-    require_kernel: only where the op has a kernel.
+    require_kernel: fuse only if the op has a kernel.
     """
 
     def fuse(product: fx.Node) -> str | None:
@@ -58,7 +58,7 @@ def _emit(*args: Any) -> Any:
 
 
 def _pays(norm: fx.Node) -> bool:
-    """Whether the op has a kernel for few tokens, and there may be few."""
+    """Whether the op has a kernel for few tokens, and their number may be small."""
     x = tensor_of(op_arguments(norm)["x"])
     tokens = x.shape[0]
     few = type(tokens) is not int or tokens <= MOST_TOKENS
@@ -71,7 +71,7 @@ def _weights(product: fx.Node) -> list[fx.Node | None]:
 
 
 def _norm_of(product: fx.Node) -> fx.Node | None:
-    """The norm whose rows a product alone reads; None where there is none."""
+    """The norm whose only reader is this product; None if there is none."""
     normed: Any = op_arguments(product)["x"]
     if list(normed.users) != [product]:
         return None

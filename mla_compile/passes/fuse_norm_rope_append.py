@@ -5,13 +5,13 @@
     kv_a_proj ─> split ─┬─> RMSNorm ─┐                            kv_a_proj ─> mla_norm_rope_append ─> (cache)
                         └─> RoPE ────┴─> mla_append ─> (cache)
 
-Norm and rotation are found by what they compute, not by how they are written: the operations between the projection
-and the append are cut out (`cone.py`), run on a few random tokens, and compared with the formulas (`recognise.py`).
+The pass recognises norm and rotation by what they compute, in any spelling: it cuts out the operations between
+projection and append (`cone.py`), runs them on random tokens, and compares the results with formulas (`recognise.py`).
 
-Only where the op has a kernel: on the CPU, Inductor fuses norm and rotation with what is around them, which the op's
-torch code would give up.
+The op must have a kernel: on the CPU, Inductor fuses norm and rotation with the nodes around them, which the op would
+prevent.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and why every other append was not.
+`TORCH_LOGS="+mla_compile"` logs each fusion, and the reason for each append that was not fused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def fuse_norm_rope_append(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without appends that can be fused is left untouched.
 
-    require_kernel: only where the op has a kernel.
+    require_kernel: fuse only if the op has a kernel.
     """
     known = Recognition()
     read_by_all: set[fx.Node] = set()
@@ -56,9 +56,9 @@ def fuse_norm_rope_append(
         )
 
         def emit(source: Any, weight: Any, angles: Sequence[Any], kv_cache: Any, slot_mapping: Any) -> None:
-            rows, weight = by_token(source), weight if len(weight.shape) == 1 else weight.flatten()
+            tokens, weight = by_token(source), weight if len(weight.shape) == 1 else weight.flatten()
             to = kv_cache, slot_mapping
-            norm_rope_append_op(rows, weight, *cos_and_sin(angles), *to, eps, *rotation.layout)
+            norm_rope_append_op(tokens, weight, *cos_and_sin(angles), *to, eps, *rotation.layout)
 
         inline(append, emit, (*args, given["kv_cache"], given["slot_mapping"]))
         append.graph.erase_node(append)
@@ -73,8 +73,8 @@ def fuse_norm_rope_append(
 def _match(
     append: fx.Node, source: fx.Node, known: Recognition
 ) -> tuple[float, recognise.Rotation, tuple[Any, ...]]:
-    """What is appended in terms of `source`, the projection's output: the norm's epsilon, the rotation, and that, the
-    norm's weight, and cos and sin."""
+    """How an append's inputs are computed from `source`, the projection's output: the norm's epsilon, the rotation, and
+    the op's tensors (the source, the norm's weight, and cos and sin)."""
     normed, rotated = (cut(source, part) for part in _parts(append))
     try:
         eps = known.of(recognise.norm, normed)
@@ -89,7 +89,7 @@ def _match(
         others = [user for user in node.users if user not in nodes and user is not append]
         if others and not memory([node]) <= memory([source]):  # views of the source cost nothing
             raise Refusal(f"kv_c or k_pe is also used by `{others[0].name}`")
-    # What the cones were run to compute wrote to nothing.
+    # The cones have run without a write, so their nodes are skipped.
     writer = writer_between(source, append, [source, *nodes, *normed.tensors, *rotated.tensors], nodes)
     if writer is not None:
         raise Refusal(f"`{writer.name}` writes in place between the projection and the append")
@@ -97,16 +97,16 @@ def _match(
 
 
 def _parts(append: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What is appended: normalised latents and rotated keys."""
+    """The appended normalised latents and rotated keys."""
     given = op_arguments(append)
     return given["kv_c"], given["k_pe"]
 
 
 def _sources(append: fx.Node) -> Iterator[fx.Node]:
-    """Tensors as wide as `kv_c` and `k_pe` together that both are made of, the nearest first."""
+    """Tensors as wide as `kv_c` and `k_pe` together on which both depend, the nearest first."""
     width = sum(tensor_of(part).shape[1] for part in _parts(append))
     return (n for n in made_of_both(_parts(append)) if is_tensor(n) and _last_is(tensor_of(n), width))
 
 
 def _last_is(x: Tensor, width: int) -> bool:
-    return x.dim() > 1 and statically_known_true(x.shape[-1] == width)  # it may depend on data
+    return x.dim() > 1 and statically_known_true(x.shape[-1] == width)  # the size may depend on data

@@ -1,4 +1,4 @@
-"""Norm the tokens in the launch of the router's scores.
+"""Fuse a norm into the launch of the router's scores.
 
     before                                                            after
 
@@ -6,7 +6,7 @@
     residual ─┘                       ├─> moe_experts           residual ─┘                ├─> moe_experts
                                       └─> total                                            └─> total
 
-For few tokens that is a launch less. For more the op is the launches that it was.
+For few tokens that is one launch fewer. For more tokens the op runs the same launches as before.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def fuse_norm_router(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without such a router is left untouched.
 
-    require_kernel: only where the op has a kernel.
+    require_kernel: fuse only if the op has a kernel.
     """
 
     def fuse(router: fx.Node) -> str | None:
@@ -56,7 +56,7 @@ def _emit(*args: Any) -> Any:
 
 
 def _pays(x: fx.Node, weight: fx.Node) -> bool:
-    """Whether the op has a kernel for few tokens, and there may be few."""
+    """Whether the op has a kernel for few tokens, and their number may be small."""
     tokens, (experts, hidden) = tensor_of(x).shape[0], tensor_of(weight).shape
     few = type(tokens) is not int or tokens <= MOST_TOKENS
     return few and first_serves(NORM_ROUTER, tensor_of(x), experts=experts, hidden=hidden)

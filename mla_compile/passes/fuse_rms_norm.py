@@ -1,16 +1,16 @@
-"""Compute an RMSNorm, and the addition before it, in one launch.
+"""Fuse an RMSNorm, and the addition before it, into one launch.
 
     before                                              after
 
     x ─┬─> + ─┬─> RMSNorm ─> linear                     x ─> fused_add_rms_norm ─┬─> linear
     y ─┘      └──────────────────────>                  y ─┘                     └──────────>
 
-Norms are torch's function, or written out as transformers does: cast, square, mean, epsilon, root, product, cast. A
-weight that multiplies next is part of it. Inductor makes two launches of a norm and computes the addition in both; an
-op also adds a row up in one order, whatever is around it.
+Norms are calls of torch's function, or written out as in transformers: cast, square, mean, epsilon, root, product,
+cast. A weight that multiplies next is part of the norm. Inductor compiles a norm to two launches and computes the
+addition in both. The op also has a fixed order of the sum, independent of the nodes around it.
 
-Only where the op has a kernel: on the CPU, Inductor fuses norms with what is around them. And only where results are
-contiguous, as the op's are: elsewhere they would be copied.
+The op must have a kernel: on the CPU, Inductor fuses norms with the nodes around them. And the replaced results must be
+contiguous, as the op's are: others would need a copy.
 """
 
 import operator
@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from mla_compile.ops.dispatch import first_serves
 from mla_compile.ops.norm.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once, mutates
-from mla_compile.passes.emit import inline, stand_in
+from mla_compile.passes.emit import inline, replace_uses
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
@@ -41,8 +41,8 @@ from mla_compile.torch_internals import is_wrapper, statically_known_true
 
 @dataclass(frozen=True)
 class _Norm:
-    """The norm of `source`, with a weight or None; `nodes` compute it, the first one reads `source`, the last one is
-    its value."""
+    """The norm of `source`, with a weight or None. Of the `nodes` that compute it, the first reads `source` and the
+    last is the result."""
 
     source: fx.Node
     weight: fx.Node | None
@@ -55,10 +55,10 @@ def fuse_rms_norm(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without norms that can be fused is left untouched.
 
-    require_kernel: only where the op has a kernel, and results are contiguous.
+    require_kernel: fuse only if the op has a kernel and the results are contiguous.
 
     Raises:
-        MLAError: a kernel is not required, and a norm's gradient is wanted, which the op has not.
+        MLAError: `require_kernel` is False and a norm needs a gradient, which the op does not have.
     """
 
     def fuse(node: fx.Node) -> str | None:
@@ -69,20 +69,20 @@ def fuse_rms_norm(
         _replace(norm, add)
         return f"RMSNorm with eps {norm.eps:g}{'' if add is None else ', and +'}"
 
-    # A norm is matched at its own `mean` or call, so what is replaced with one is matched with no other.
+    # Each norm is matched at its own `mean` or call, so no node is replaced twice.
     rewrite(gm.graph, lambda node: function_name(node) in ("rms_norm", "mean"), fuse)
     return gm
 
 
 def _pays(norm: _Norm) -> bool:
-    """Whether the op has a kernel, and what is replaced is contiguous and needs no gradient, as what the op gives."""
+    """Whether the op has a kernel, and the replaced result is contiguous and needs no gradient, as the op's result."""
     x, normed = tensor_of(norm.source), tensor_of(norm.nodes[-1])
     plain = not normed.requires_grad and is_in_order(normed)
     return plain and first_serves(RMS_NORM, x, columns=x.shape[-1])
 
 
 def _match(node: fx.Node) -> _Norm | None:
-    """The norm of which `node` is the mean of squares, or the call of torch's function."""
+    """The norm whose mean of squares, or whose call of torch's function, is `node`."""
     norm = _called(node) if function_name(node) == "rms_norm" else _written_out(node)
     if norm is None:
         return None
@@ -93,7 +93,7 @@ def _match(node: fx.Node) -> _Norm | None:
 
 
 def _called(node: fx.Node) -> _Norm | None:
-    """A call of `rms_norm`, of the last dimension."""
+    """The norm of a call of `rms_norm` over the last dimension."""
     given = arguments(node, ("input", "normalized_shape", "weight", "eps"))
     if given is None or not is_tensor(given["input"]) or len(given["normalized_shape"]) != 1:
         return None
@@ -101,17 +101,17 @@ def _called(node: fx.Node) -> _Norm | None:
     x = tensor_of(source)
     if not _fits(weight, x) or tensor_of(node).dtype != x.dtype:  # autocast
         return None
-    if eps is None:  # as torch: of the dtype that it computes in
+    if eps is None:  # as in torch: the epsilon of the dtype of the computation
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    elif isinstance(eps, fx.Node):  # a number that varies
+    elif isinstance(eps, fx.Node):  # not a constant
         return None
     return _Norm(source, weight, eps, (node,))
 
 
 def _written_out(mean: fx.Node) -> _Norm | None:
-    """`x.float()`, `pow(2)`, `mean(-1)`, `+ eps`, `rsqrt`, the product and the cast back, as transformers write a norm.
+    """The norm as transformers writes it: `x.float()`, `pow(2)`, `mean(-1)`, `+ eps`, `rsqrt`, the product, a cast.
 
-    From the mean on, each step is used by the next one alone.
+    From the mean on, each step is the only user of the one before.
     """
     given = arguments(mean, ("input", "dim", "keepdim", "dtype"))
     if given is None or given.get("dim") not in (-1, [-1], (-1,)) or given.get("dtype") is not None:
@@ -142,7 +142,7 @@ def _written_out(mean: fx.Node) -> _Norm | None:
         return None
     steps = [wide, square, mean, add, rsqrt, product, normed]
     nodes = tuple(dict.fromkeys(step for step in steps if step is not source))
-    # Others may use the cast and the square, and write to them. A step itself writes to its `out`.
+    # Other nodes may use the cast and the square, and write to them. A step with an `out` argument writes to that.
     if any(map(mutates, nodes)) or not at_once(nodes[0], nodes[-1], [wide, square]):
         return None
     return _Norm(source, None, eps[0], nodes)
@@ -155,8 +155,8 @@ def _only_user(node: fx.Node, name: str) -> fx.Node | None:
 
 
 def _weighted(norm: _Norm) -> _Norm:
-    """The norm with the weight that multiplies next, if that is all that is done with it and the weight is there before
-    the norm begins; else the norm as it is."""
+    """The norm with the weight of the product that follows, if that is its only user and the weight exists before the
+    norm begins; otherwise the norm unchanged."""
     begin, end = norm.nodes[0], norm.nodes[-1]
     user = only_user(end)
     if norm.weight is not None or user is None or user.target not in (operator.mul, torch.mul):
@@ -171,18 +171,18 @@ def _weighted(norm: _Norm) -> _Norm:
 
 
 def _fits(weight: Any, x: Tensor) -> bool:
-    """Whether the op takes it as the weight of `x`, in whose dtype torch multiplies by it."""
+    """Whether the op accepts a weight for `x`; torch's product must have the dtype of `x`."""
     if weight is None:
         return True
     value = value_of(weight)
     if not isinstance(value, Tensor) or is_wrapper(value) or value.dim() != 1:
         return False
-    is_held = torch.promote_types(value.dtype, x.dtype) == x.dtype
-    return is_held and statically_known_true(value.shape[0] == x.shape[-1])
+    keeps_dtype = torch.promote_types(value.dtype, x.dtype) == x.dtype
+    return keeps_dtype and statically_known_true(value.shape[0] == x.shape[-1])
 
 
 def _addition_before(norm: _Norm) -> fx.Node | None:
-    """The sum of two tensors alike whose norm it is, where the norm can be computed at once."""
+    """The addition of two tensors of equal shape and dtype before a norm, if the norm can be computed at its place."""
     add: Any = norm.source
     if torch_name(add) != "add" or len(add.args) != 2 or add.kwargs or not all(map(is_tensor, add.args)):
         return None
@@ -209,22 +209,22 @@ def _replace(norm: _Norm, add: fx.Node | None) -> None:
         if norm.weight is not None and tensor_of(norm.weight).dtype != replaced.dtype:
             weight = weight.to(replaced.dtype)
         if residual is None:
-            normed, total = rms_norm_op(_rows(x), weight, norm.eps), None
+            normed, total = rms_norm_op(_as_matrix(x), weight, norm.eps), None
         else:
-            normed, total = add_rms_norm_op(_rows(x), _rows(residual), weight, norm.eps)
+            normed, total = add_rms_norm_op(_as_matrix(x), _as_matrix(residual), weight, norm.eps)
             total = total.reshape(x.shape)
         normed = normed.reshape(x.shape)
         return normed if is_in_order(replaced) else laid_out_as(replaced, normed), total
 
-    # Whatever the mode is now, the op refuses to drop a gradient, and only that.
+    # The grad mode of the replaced node, not the current one: the op raises an error if it would drop a gradient.
     with torch.set_grad_enabled(replaced.requires_grad):
         if add is None:
             normed, _ = inline(norm.nodes[0], emit, (norm.source, None, norm.weight))
         else:
             normed, total = inline(add, emit, (*add.args, norm.weight))
-            stand_in(add, total)
-    stand_in(norm.nodes[-1], normed)
+            replace_uses(add, total)
+    replace_uses(norm.nodes[-1], normed)
 
 
-def _rows(x: Any) -> Any:
+def _as_matrix(x: Any) -> Any:
     return x if len(x.shape) == 2 else x.reshape(-1, x.shape[-1])

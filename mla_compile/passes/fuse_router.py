@@ -1,17 +1,17 @@
-"""Choose and weigh each token's experts in one call.
+"""Fuse the choice and the weights of each token's experts into one op.
 
     before                                                                   after
 
     x ─> linear ─> sigmoid ─┬──────────────> gather ─> normalise ─┐          x ─> moe_router ─> moe_experts
                             └─> + bias ─> topk ───────────────────┴─> moe_experts
 
-The choice is found by what it computes, not by how it is written: the operations between the scores' product and
-`moe_experts` are cut out (`cone.py`), run on a few random logits, and compared with the formula
+The pass recognises the choice by what it computes, in any spelling. It cuts out the operations between the scores'
+product and `moe_experts` (`cone.py`), runs them on a few random logits, and compares the results with the formula
 (`recognise.py`). One of seven launches is left, and one node of fifteen.
 
-Only where the op has a kernel: on the CPU, Inductor fuses most of the operations.
+The op must have a kernel: on the CPU, Inductor fuses most of the operations.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and why every other router was not.
+`TORCH_LOGS="+mla_compile"` logs each fusion, and the reason for each router that was not fused.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def fuse_router(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without routers that can be fused is left untouched.
 
-    require_kernel: only where the op has a kernel.
+    require_kernel: fuse only if the op has a kernel.
     """
     known = Recognition()
     rewrite(
@@ -51,13 +51,13 @@ def fuse_router(
 
 
 def _has_kernel(experts: fx.Node) -> bool:
-    """Whether the op has one where the experts of a call are, for as many."""
+    """Whether the op has a kernel for the device and the number of experts of a call."""
     given = op_arguments(experts)
     return first_serves(MOE_ROUTER, tensor_of(given["x"]), experts=tensor_of(given["w_down"]).shape[0])
 
 
 def _fuse(experts: fx.Node, known: Recognition) -> recognise.ExpertChoice:
-    """Put the op in the place of the router of a call of experts."""
+    """Replace the router of a call of experts with the op."""
     given = op_arguments(experts)
     weights, ids = _before_casts(given["topk_weights"], HALF), given["topk_ids"]
     logits = _product_above(weights, ids)
@@ -72,7 +72,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> recognise.ExpertChoice:
     writer = writer_between(min(x, logits), max(weights, ids), read, nodes)
     user = writer or _user_of_what_is_filled(nodes, {weights, ids})
     if user is not None:
-        raise Refusal(f"`{user.name}` writes or reads on the way")
+        raise Refusal(f"`{user.name}` writes to or reads tensors of the router in between")
 
     def route(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
         both = moe_router_op(x, weight, bias, *astuple(routing))
@@ -84,7 +84,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> recognise.ExpertChoice:
 
 
 def _before_casts(node: Any, result: Sequence[torch.dtype]) -> Any:
-    """What a node is a cast of, to one of these dtypes from one that kernels take."""
+    """The source of a cast to one of these dtypes from a dtype that kernels accept; the node itself if it is none."""
     while (
         torch_name(node) in _CASTS
         and is_tensor(node.args[0])
@@ -96,15 +96,15 @@ def _before_casts(node: Any, result: Sequence[torch.dtype]) -> Any:
 
 
 def _product_above(*results: fx.Node) -> fx.Node:
-    """The last product with a weight, without a bias, of which all of these are made."""
+    """The last product with a weight, without a bias, on which all of these depend."""
     for node in made_of_both(results):
         if torch_name(node) == "linear" and argument(node, 2, "bias") is None and len(node.args) == 2:
             return node
-    raise Refusal("weights and ids are not made of one product")
+    raise Refusal("weights and ids do not depend on one product")
 
 
 def _user_of_what_is_filled(nodes: set[fx.Node], results: set[fx.Node]) -> fx.Node | None:
-    """Who else reads what some of the nodes write to: the writers are about to go."""
+    """A node outside `nodes` that reads memory to which some of these write: the pass removes the writers."""
     filled = memory([target for node in nodes for target in may_write(node)])
     for node in sorted(nodes - results):
         if not filled.isdisjoint(memory([node])):

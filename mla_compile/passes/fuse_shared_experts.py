@@ -1,18 +1,18 @@
-"""Let `moe_experts` compute the shared experts too.
+"""Fuse the shared experts into `moe_experts`.
 
     before                                              after
 
     x ─┬─> moe_experts ──────────────────┐              x ─> moe_experts(shared experts)
        └─> gate, up ─> silu, * ─> down ──┴─> +
 
-A token passes its shared experts whatever it chose, so they are more tiles of launches that are there anyway: four
-launches less, and their weights are read while the routed experts' are. The sum is rounded once.
+Every token uses all shared experts, so they become additional tiles of the existing launches. That saves four launches,
+and their weights are read while the routed experts' are. The sum is rounded once.
 
-The shared experts are found by what they compute: the operations between the input of `moe_experts` and the other
-summand are cut out (`cone.py`), run on random tokens, and compared with the formula. Their weights are in FP8 where
-those of the routed experts are, or stay outside.
+The pass recognises the shared experts by what they compute. It cuts out the operations between the input of
+`moe_experts` and the other summand (`cone.py`), runs them on random tokens, and compares the results with the formula.
 
-Only where the op has a kernel. The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and what was not.
+The op must have a kernel, and either all weights or none must be FP8. `TORCH_LOGS="+mla_compile"` logs each fusion, and
+the reason for each layer that was left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def fuse_shared_experts(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without shared experts is left untouched.
 
-    require_kernel: only where the op has a kernel.
+    require_kernel: fuse only if the op has a kernel.
     """
     known = Recognition()
     rewrite(
@@ -59,11 +59,11 @@ def fuse_shared_experts(
 
 def _has_kernel(experts: fx.Node) -> bool:
     is_fp8 = op_arguments(experts)["down_scale"] is not None
-    return first_serves(MOE_EXPERTS[int(is_fp8) :], tensor_of(experts))  # the second row is for FP8
+    return first_serves(MOE_EXPERTS[int(is_fp8) :], tensor_of(experts))  # the second candidate is for FP8
 
 
 def _fuse(experts: fx.Node, known: Recognition) -> str:
-    """Give a call of routed experts the weights of the shared ones beside it."""
+    """Pass the weights of the shared experts to the call of routed experts that their result is added to."""
     given = op_arguments(experts)
     if given["shared_gate"] is not None:
         raise Refusal("it has shared experts already")
@@ -74,7 +74,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
         raise Refusal("its result is not one of two summands")
     other: Any = total.args[total.args[0] is routed]
     if not is_tensor(other) or other.users.keys() != {total}:
-        raise Refusal("the other summand is no tensor of its own")
+        raise Refusal("the other summand is not a tensor, or has other users")
     value = tensor_of(routed)
     if (tensor_of(other).shape, tensor_of(other).dtype) != (value.shape, value.dtype):
         raise Refusal("the other summand has another shape or dtype")
@@ -87,7 +87,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
         return weights
 
     sources = (source for source in _before_views(given["x"]) if source < other)
-    weights = first_match(sources, weights_of, "the other summand is made of something else")
+    weights = first_match(sources, weights_of, "the other summand is computed from something else")
     names = [f"shared_{name}{suffix}" for suffix in ("", "_scale") for name in ("gate", "up", "down")]
     experts.args, experts.kwargs = with_arguments(experts, **dict(zip(names, weights, strict=False)))
     set_example_value(experts, fake_mode_of(experts))
@@ -98,20 +98,21 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
 def _check(
     experts: fx.Node, total: fx.Node, weights: list[fx.Node], read: list[fx.Node], nodes: set[fx.Node]
 ) -> None:
-    """Raises `Refusal` where the op does not take these weights, or what is read, the input first, is not there yet."""
+    """Raises `Refusal` if the op does not support these weights, or if a node that it `read`s is made or written to too
+    late. The input is the first of these; `nodes` compute the shared experts."""
     w_down, is_fp8 = op_arguments(experts)["w_down"], len(weights) == 6
     if is_fp8 != (op_arguments(experts)["down_scale"] is not None):
-        raise Refusal("weights of routed or of shared experts are in FP8, and the others are not")
+        raise Refusal("only one of routed and shared experts has FP8 weights")
     if is_fp8 and not shared_fits(tensor_of(weights[0]), tensor_of(w_down)):
         raise Refusal("a block of FP8 weights belongs to two shared experts")
     late = next((node for node in weights if node > experts), None)
     late = late or writer_between(read[0], total, read, nodes)
     if late is not None:
-        raise Refusal(f"`{late.name}` is written or made on the way")
+        raise Refusal(f"`{late.name}` makes or writes to a tensor of the shared experts in between")
 
 
 def _before_views(x: fx.Node) -> Iterator[fx.Node]:
-    """A node and those that it is a view of, with the same columns."""
+    """A node and the nodes that it is a view of, as long as their last dimension is the same."""
     yield x
     while torch_name(x) in _VIEWS and is_tensor(x.args[0]):
         before: Any = x.args[0]

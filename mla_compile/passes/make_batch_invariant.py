@@ -1,23 +1,23 @@
-"""Make every token's bits independent of what is computed beside it.
+"""Make every token's bits independent of the other tokens of the batch.
 
     before                                          after
 
     x ─> linear(w) ─> softmax ─> mla_decode         x ─> batch_invariant_matmul(w) ─> amax, exp, batch_invariant_sum
                                                          ─> mla_decode(batch_invariant=True)
 
-It runs with `options={"batch_invariant": True}` only, after all other passes; norms are ops of one order by then
-(`fuse_rms_norm`). What else adds numbers up is put in one order:
+It runs with `options={"batch_invariant": True}` only, after all other passes; norms are ops with a fixed order of the
+sum by then (`fuse_rms_norm`). The pass fixes the order of all other sums:
 
-- products, whose kernels are chosen by the number of tokens and may split the sum, become an op of ours;
-- sums along the last dimension (softmax, router weights), whose order Inductor chooses by what it fuses with
-  them, become an op too, or elementwise sums where they are short;
-- our attention and experts are asked for implementations that are batch-invariant.
+- products, whose kernel depends on the number of tokens and may split the sum, become an op of ours;
+- sums along the last dimension (softmax, router weights), whose order depends on what Inductor fuses with them,
+  become an op too, or elementwise sums if they are short;
+- our attention and experts use batch-invariant candidates.
 
-All else is elementwise or moves numbers. Its roundings do not depend on what is fused under the settings that come with
-this pass (`INDUCTOR_OPTIONS`).
+All other operations are elementwise or move numbers. Under the settings that come with this pass (`INDUCTOR_OPTIONS`)
+their rounding does not depend on fusion.
 
-What could not be put in order is refused by name: another attention, convolutions, ops of a user, sums over several
-dimensions.
+Calls without a fixed order raise an error that names them: another attention, convolutions, a user's ops, sums over
+several dimensions.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,23 +48,23 @@ from mla_compile.passes.provenance import where
 from mla_compile.torch_internals import overload_of, schema_arguments, statically_known_true
 
 INDUCTOR_OPTIONS = {
-    # Fused or not, a value in half precision is rounded after every op, and no product is added unrounded.
+    # A value in half precision is rounded after every op, fused or not, and no product is added unrounded.
     "emulate_precision_casts": True,
-    # Nothing is timed to choose a kernel, whatever the mode.
+    # Inductor does not select kernels by timing, in any mode.
     "deterministic": True,
 }
 SHORT = 32
-"""Sums of so many numbers are written out, which fuses with what is around them."""
+"""Sums of at most this many numbers are written out, so that Inductor can fuse them."""
 
 _Rule = Callable[[fx.Node, dict[str, Any]], Any]
-"""From a call and its arguments by name to what stands in its place; None leaves it as it is."""
+"""Maps a call and its arguments by name to the call's replacement; None keeps the call."""
 
 
 def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it.
 
     Raises:
-        MLAError: a call that no implementation makes batch-invariant, with the module that it is in.
+        MLAError: a call without a batch-invariant implementation; the message names the module and the line.
     """
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
@@ -72,7 +72,7 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
         target, name = overload_of(node.target), function_name(node)
         namespace = namespace_of(target)
         if namespace == "mla_compile":
-            _ask(node, target)
+            _set_flag(node, target)
         elif namespace not in (None, "aten", "prims"):
             raise _refused(node, f"the op {target}", "write it with torch functions")
         elif (name in _REFUSED or name.startswith(("linalg_", "fft_"))) and _is_float(node):
@@ -84,7 +84,7 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
 
 
 def _replace(node: fx.Node, name: str) -> None:
-    """Put what its rule says in the place of a call."""
+    """Replace a call by its rule."""
     names, rule = _RULES[node.target if node.target in _RULES else name]
     given = arguments(node, names)
     if given is None:
@@ -92,9 +92,9 @@ def _replace(node: fx.Node, name: str) -> None:
     found = rule(node, given)
     if found is None:
         return
-    if tensor_of(found).dtype != tensor_of(node).dtype:  # which autocast has chosen
-        what = f"`{name}` of {tensor_of(found).dtype} that gives {tensor_of(node).dtype}"
-        raise _refused(node, what, "leave autocast out")
+    if tensor_of(found).dtype != tensor_of(node).dtype:  # under autocast
+        what = f"`{name}` of {tensor_of(found).dtype} that returns {tensor_of(node).dtype}"
+        raise _refused(node, what, "call the model outside autocast")
     node.replace_all_uses_with(found)
     node.graph.erase_node(node)
 
@@ -104,17 +104,17 @@ def _refused(node: fx.Node, what: str, hint: str = "") -> MLAError:
     return MLAError("batch_invariant", "calls whose bits can be made independent of the batch", got, hint)
 
 
-def _ask(node: fx.Node, target: Any) -> None:
-    """Tell an op of ours, where it can be told."""
+def _set_flag(node: fx.Node, target: Any) -> None:
+    """Make a call of our op batch-invariant, if the op has that flag."""
     if target in (masked_decode_op, attention_op):
         hint = "use `mla_compile.mla_attention` and the backend's own passes"
         raise _refused(node, f"the op {target}", hint)
     if target is matmul_by_head_op:
-        node.target = matmul_op  # of the same arguments
+        node.target = matmul_op  # it has the same arguments
         set_example_value(node, fake_mode_of(node))
     elif any(argument.name == FLAG for argument in schema_arguments(target)):
         node.args, node.kwargs = with_arguments(node, **{FLAG: True})
-        set_example_value(node, fake_mode_of(node))  # which refuses a backend that is named and is not so
+        set_example_value(node, fake_mode_of(node))  # raises if a named backend is not batch-invariant
 
 
 # --- products
@@ -128,12 +128,11 @@ def _linear(node: fx.Node, given: dict[str, Any]) -> Any:
 
 
 def _check_weights(node: fx.Node, weights: Any) -> None:
-    """An element's bits may depend on how many columns the right side has: those must not be tokens."""
+    """Raises an error if the right side has dynamic sizes: its columns, which may affect an element's bits, must not be
+    tokens."""
     shape = tensor_of(weights).shape
     if not all(isinstance(size, int) for size in shape):
-        hint = (
-            "weights stand on the right, and are parameters, buffers or marked by torch._dynamo.mark_static"
-        )
+        hint = "put the weights on the right: parameters, buffers, or tensors marked by torch._dynamo.mark_static"
         raise _refused(node, f"a product by {list(shape)}, whose sizes vary,", hint)
 
 
@@ -171,8 +170,10 @@ def _is_float(node: Any) -> bool:
 
 
 def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
-    """Whether it adds floating point numbers, which integers become where a dtype is given; along the last dimension
-    then."""
+    """Whether a call adds floating point numbers (integers become these if a floating point `dtype` is given).
+
+    Raises an error if the sum is not along the last dimension alone.
+    """
     if not _is_float(node):
         return False
     value = tensor_of(x)
@@ -187,7 +188,7 @@ def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
 
 
 def _along_last(emit: Callable[[Any], Any]) -> _Rule:
-    """`emit` adds up along the last dimension, which stays, if only with size 1."""
+    """A rule for `emit`, which sums along the last dimension and keeps that dimension, with size 1 or unchanged."""
 
     def rule(node: fx.Node, given: dict[str, Any]) -> Any:
         if not _adds_floats(node, given["input"], given.get("dim")):
@@ -204,7 +205,7 @@ def _along_last(emit: Callable[[Any], Any]) -> _Rule:
 
 
 def _sum(x: Any) -> Any:
-    """In float32 at least."""
+    """The sum along the last dimension, in float32 or wider."""
     *leading, columns = x.shape
     if isinstance(columns, int) and 0 < columns <= SHORT:
         total = _wide(x[..., 0:1])
@@ -237,7 +238,7 @@ def _log_softmax(x: Any) -> Any:
 def _logsumexp(x: Any) -> Any:
     x = _wide(x)
     highest = x.amax(-1, True)
-    highest = torch.where(torch.isfinite(highest), highest, 0.0)  # as torch, which gives infinities, not NaN
+    highest = torch.where(torch.isfinite(highest), highest, 0.0)  # infinities, as in torch, not NaN
     return highest + torch.log(_sum(torch.exp(x - highest)))
 
 
@@ -254,7 +255,7 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
     F.softmax: (("input", "dim", "_stacklevel", "dtype"), _along_last(_softmax)),
     F.log_softmax: (("input", "dim", "_stacklevel", "dtype"), _along_last(_log_softmax)),
 }
-"""By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
+"""For a torch function, or the name of a function or method: the names of its arguments, and its rule."""
 
 _ATTENTION = {"scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
 _ATTENTION_HINT = "attention is `mla_compile.mla_attention`"
@@ -271,5 +272,5 @@ _WITHOUT_A_RULE = """
     lp_pool1d lp_pool2d lp_pool3d lstm gru rnn_tanh rnn_relu
     cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
 """
-"""What adds or multiplies floating point numbers along a dimension; aten's names as they begin."""
+"""Functions that reduce floating point numbers along a dimension; for aten's ops, the name without the overload."""
 _REFUSED = _ATTENTION | set(_WITHOUT_A_RULE.split())

@@ -1,7 +1,7 @@
-"""What a node of a Dynamo graph says: what it calls, with which arguments, and its example value.
+"""Accessors of a node of a Dynamo graph: what it calls, with which arguments, and its example value.
 
-Passes ask for arguments by name, so a call reads the same with arguments by position, by keyword or left out. Ops
-have their names from the schema; torch functions have none, so whoever asks for their arguments knows the names.
+Passes read arguments by name, so positional, keyword and default arguments are the same to them. An op's schema has the
+names of its arguments; torch functions have no schema, so the caller passes their names.
 """
 
 import operator
@@ -14,14 +14,14 @@ from torch import Tensor, fx
 from mla_compile.torch_internals import overload_of, schema_arguments
 
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-"""The names that torch takes from numpy for its own; Dynamo leaves them in the graph."""
+"""NumPy's names that torch accepts for its own arguments; Dynamo leaves them in the graph."""
 _PROPERTIES: dict[Any, str] = {
     torch.ops.aten.numpy_T: "T",
     torch.ops.aten.mT: "mT",
     torch.ops.aten.matrix_H: "H",
     torch.ops.aten.mH: "mH",
 }
-"""What Dynamo of torch 2.14 makes of a tensor's properties; that of older ones calls `getattr`."""
+"""The ops that Dynamo of torch 2.14 emits for a tensor's properties; older versions emit calls of `getattr`."""
 
 
 # --- what a node calls
@@ -38,7 +38,7 @@ def calls(graph: fx.Graph, *ops: Any) -> list[fx.Node]:
 
 
 def call_of_result(node: fx.Node, index: int, op: Any) -> fx.Node | None:
-    """The call of an op whose result of this index a node is; None where it is something else."""
+    """The call of `op` whose result number `index` is this node; None for any other node."""
     if node.target is not operator.getitem or node.args[1] != index:
         return None
     call: Any = node.args[0]
@@ -46,20 +46,20 @@ def call_of_result(node: fx.Node, index: int, op: Any) -> fx.Node | None:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The node that uses this one; None where it is not the only one."""
+    """The only user of a node; None if there are several or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def op_name(node: fx.Node) -> str:
-    """`mla_decode`, `linear`, `view`: for people."""
+    """The name of what a node calls, for messages: `mla_decode`, `linear`, `view`."""
     if isinstance(node.target, str):
         return node.target
     return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
 
 
 def torch_name(node: fx.Node) -> str:
-    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`, `mT` for `x.mT`; empty for what is not
-    torch's own."""
+    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`, `mT` for `x.mT`; empty for other functions
+    than torch's."""
     if node.op == "call_method":
         return str(node.target)
     if node.target is getattr:
@@ -72,14 +72,14 @@ def torch_name(node: fx.Node) -> str:
 
 
 def namespace_of(target: Any) -> str | None:
-    """`aten`, `mla_compile`: the library of an op; None for what is no op."""
+    """The library of an op: `aten`, `mla_compile`; None for any other target."""
     if hasattr(target, "overloads"):  # with the overload left open
         return str(target).partition(".")[0]
     return getattr(target, "namespace", None)
 
 
 def function_name(node: fx.Node) -> str:
-    """`linear`, `matmul`, `sum`: by which function or method of torch, or op of aten, a node is computed."""
+    """The function or method of torch, or the op of aten, that a node calls: `linear`, `matmul`, `sum`."""
     if node.op == "call_function" and namespace_of(overload_of(node.target)) is not None:
         return str(getattr(node.target, "__name__", "")).partition(".")[0]
     name = torch_name(node).strip("_").removeprefix("special_")
@@ -97,7 +97,7 @@ def op_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def with_arguments(node: fx.Node, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`args` and `kwargs` of an op's call, with these of its arguments changed."""
+    """`args` and `kwargs` of an op's call with some arguments changed."""
     values = op_arguments(node)
     assert changed.keys() <= values.keys(), f"{node.target} has no {changed.keys() - values.keys()}"
     values |= changed
@@ -107,14 +107,14 @@ def with_arguments(node: fx.Node, **changed: Any) -> tuple[tuple[Any, ...], dict
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """The argument of a torch function that has this position or name."""
+    """The argument of a torch function at this position or with this name."""
     if len(node.args) > position:
         return node.args[position]
     return _named(node).get(name, default)
 
 
 def arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | None:
-    """The arguments given to a torch function, by the names of their positions; None where `names` lacks one."""
+    """The arguments of a torch function by name; `names` are those of its positions. None if `names` lacks one."""
     named = _named(node)
     if len(node.args) > len(names) or not set(names) >= set(named):
         return None
@@ -129,12 +129,12 @@ def _named(node: fx.Node) -> dict[str, Any]:
 
 
 def has_value(node: fx.Node) -> bool:
-    """Whether the value is known at compile time. That of a call for its effect only is None."""
+    """Whether the value is known at compile time. The value of a call for its effect only is None."""
     return "example_value" in node.meta
 
 
 def value_of(node: fx.Node) -> Any:
-    """The example value: a fake tensor, a tuple of them, a number; None where there is none."""
+    """The example value: a fake tensor, a tuple of them, a number; None if there is none."""
     return node.meta.get("example_value")
 
 
@@ -144,7 +144,7 @@ def values_of(node: fx.Node) -> list[Any]:
 
 
 def flat(value: Any) -> list[Any]:
-    """A value, or every element of a tuple and of those in it."""
+    """The value as a list, or the elements of a tuple and of the tuples in it."""
     return [v for part in value for v in flat(part)] if isinstance(value, (tuple, list)) else [value]
 
 
@@ -154,7 +154,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def tensor_of(node: fx.Node) -> Tensor:
-    """The node's example tensor, the first one of a tuple."""
+    """The node's example tensor, or the first one of a tuple."""
     value = next((value for value in values_of(node) if isinstance(value, Tensor)), None)
-    assert value is not None, f"{node.name} is no tensor"
+    assert value is not None, f"{node.name} is not a tensor"
     return value

@@ -1,8 +1,8 @@
-"""The passes of the `mla` backend, in order, and what is done once for all around each of them.
+"""The passes of the `mla` backend, in order, and the work that is common to all of them.
 
-A pass is `name(gm, example_inputs) -> gm`, in a file of its own; its options are bound with `functools.partial`. It
-rewrites nodes and no more: example values, the check of the graph, its code, timing and dumps are the business of
-`steps`, for the passes of users too.
+A pass is `name(gm, example_inputs) -> gm`, in a file of its own; its options are bound with `functools.partial`. A pass
+only rewrites nodes. `steps` computes missing example values, checks the graph, writes its code and measures the time,
+for users' passes too.
 """
 
 import logging
@@ -46,12 +46,12 @@ PASSES: list[Pass] = [
     rotate_queries,
     fuse_router,
     fuse_shared_experts,
-    fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
-    fuse_all_reduce,  # after it: it looks for what it makes
-    fuse_linear,  # the others look for single products
-    remove_noops,  # of what all of these leave, before those that want a norm and its reader side by side
-    fuse_norm_router,  # after `fuse_all_reduce`, which may take the norm
-    fuse_norm_linear,  # after `fuse_linear`: it looks for what it makes
+    fuse_rms_norm,  # after all passes that match a norm's operations, or the readers of a norm
+    fuse_all_reduce,  # after `fuse_rms_norm`: it matches its op
+    fuse_linear,  # the passes before it match single products
+    remove_noops,  # before the passes that match a norm and its reader without views in between
+    fuse_norm_router,  # after `fuse_all_reduce`, which may replace the norm
+    fuse_norm_linear,  # after `fuse_linear`: it matches its op
 ]
 
 
@@ -62,29 +62,29 @@ def passes_for(
     batch_invariant: bool = False,
     captured: bool = True,
 ) -> list[Pass]:
-    """The list for a graph: `passes` or the default ones, then those that an option asks for, bound to it.
+    """The passes for a graph: `passes` or the default ones, then the passes of options, with these bound.
 
-    By default `PASSES` for a graph with an op of ours. Any other graph is searched for MLA written without it, and no
-    more.
+    The default is `PASSES` for a graph with an op of ours. For any other graph it is `absorb_mla` alone, which looks
+    for MLA in plain torch.
 
-    captured: whether the graph is recorded in a CUDA graph.
+    captured: whether a CUDA graph captures the compiled graph.
     """
     ours = any(namespace_of(node.target) == "mla_compile" for node in gm.graph.nodes)
     if passes is None:
         passes = PASSES if ours else [absorb_mla]
-    # After all others, so that they see the calls that those emit.
+    # They run last: they rewrite calls that other passes emit.
     bound: list[Pass] = []
     if ours:
         bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     if batch_invariant:
-        # Norms that no kernel serves, too, and those of users' own lists of passes.
+        # This includes norms that have no kernel, and those that a user's list of passes has left.
         bound += [partial(fuse_rms_norm, require_kernel=False), fuse_all_reduce, make_batch_invariant]
     return [*passes, *bound]
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What one pass did to a graph: how often each op is called before and after, and whether any node differs."""
+    """The effect of one pass on a graph: the calls of each op before and after, and whether any node differs."""
 
     name: str
     seconds: float
@@ -121,7 +121,7 @@ def run(
 def steps(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
 ) -> Iterator[tuple[Applied, fx.GraphModule]]:
-    """As `run`, one pass at a time and without log: what it did, and the graph after it."""
+    """Like `run`, but yields the effect of each pass and the graph after it, and writes no log."""
     for graph_pass in passes_for(gm) if passes is None else passes:
         name, before, counts = pass_name(graph_pass), _snapshot(gm.graph), _count(gm.graph)
         known = set(gm.graph.nodes)
@@ -138,7 +138,7 @@ def steps(
 
 
 def pass_name(graph_pass: Pass) -> str:
-    """`fuse_linear`, of a `partial` too; the class of an object that is called."""
+    """The name of a pass, also of a `partial`: `fuse_linear`; for a callable object, its class."""
     while isinstance(graph_pass, partial):
         graph_pass = graph_pass.func
     return str(getattr(graph_pass, "__name__", type(graph_pass).__name__))
@@ -154,7 +154,7 @@ def _count(graph: fx.Graph) -> Counter[str]:
 
 
 def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
-    """Give new nodes the example values that they lack, check the graph and write its code.
+    """Compute missing example values of new nodes, check the graph and write its code.
 
     Without the values the shapes of later nodes are unknown, and AOTAutograd may bypass its cache.
     """
@@ -170,12 +170,12 @@ def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
 
 @contextmanager
 def _blamed(name: str, expected: str) -> Iterator[None]:
-    """Whatever goes wrong inside names the pass. An `MLAError` says itself what is wrong."""
+    """Add the pass's name to any error raised inside; an `MLAError` keeps its own message before it."""
     try:
         yield
     except MLAError as failure:
         failure.args = (f"{failure} (in pass {name})",)  # Dynamo shows no notes
         raise
     except Exception as failure:
-        hint = "fix it, or leave it out of options={'passes': [...]}"
+        hint = "fix the pass, or remove it from options={'passes': [...]}"
         raise MLAError(f"pass {name}", expected, f"{type(failure).__name__}: {failure}", hint) from failure

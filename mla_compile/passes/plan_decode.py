@@ -1,4 +1,4 @@
-"""Write the backend that the user asked for into decode calls, and plan once for all layers where a backend plans.
+"""Set the requested backend on decode calls, and plan once for all layers if the backend plans.
 
     before                                   after
 
@@ -6,11 +6,11 @@
     q2 ─> mla_decode(..., backend=None)      q1 ─> mla_decode(..., "flashinfer", plan)
                                              q2 ─> mla_decode(..., "flashinfer", plan)
 
-After all other passes, so that it sees the calls that they emit. A call that names no backend gets the plan of the one
-that will serve it, if that one plans.
+The pass runs after all others and sees the calls that they emit. A call without a named backend gets the plan of its
+default backend, if that one plans.
 
-The name and the plan are arguments of the node, so Inductor's caches tell graphs with different choices apart, and the
-op's fake implementation refuses here, while compiling, a backend that cannot serve the call.
+The name and the plan are arguments of the node, so graphs with different choices have different keys in Inductor's
+caches. The op's fake implementation raises an error at compile time if a backend cannot run the call.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import calls, op_arguments, value_of, with_arguments
 
-# The unified op is left only where the user's passes do not split it.
+# The unified op is left only if the user's passes do not split it.
 _NAMED_BY = {decode_op: "backend", attention_op: "decode_backend"}
 
 
@@ -38,10 +38,10 @@ def plan_decode(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without decode calls is left untouched.
 
-    captured: whether the graph is recorded in a CUDA graph, so that no plan may need the host.
+    captured: whether a CUDA graph captures the compiled graph, in which no plan may need the host.
 
     Raises:
-        MLAError: a backend that was asked for cannot serve one of the calls; it says why and which backends can.
+        MLAError: the requested backend cannot run one of the calls; the message names the reason and those that can.
     """
     for op, name in _NAMED_BY.items():
         for node in calls(gm.graph, op) if backend is not None else ():
@@ -54,12 +54,12 @@ def plan_decode(
         values = DecodeOperands(
             *(value_of(x) if isinstance(x, fx.Node) else x for x in tuple[Any, ...](operands))
         )
-        asked: str | None = given["backend"]
-        # Where none was asked for, one that needs the host never serves.
+        requested: str | None = given["backend"]
+        # A backend that needs the host is never a default, so the call counts as captured.
         call = decode_call(
-            values, captured=captured or asked is None, batch_invariant=given["batch_invariant"]
+            values, captured=captured or requested is None, batch_invariant=given["batch_invariant"]
         )
-        chosen = select_backend(call, asked).chosen
+        chosen = select_backend(call, requested).chosen
         if not chosen.planner or given["plan"] is not None:
             continue
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]

@@ -1,4 +1,4 @@
-"""Where in the user's code a node comes from."""
+"""The place in the user's code that a node comes from."""
 
 import re
 
@@ -6,8 +6,8 @@ from torch import fx
 
 
 def module_path(node: fx.Node) -> str:
-    """The innermost module that the node comes from, `layers.0.self_attn`, the outermost one's class name where it is
-    that one; empty outside any module."""
+    """The innermost module that the node comes from, `layers.0.self_attn`; the class name for the outermost module;
+    empty outside any module."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
@@ -18,7 +18,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def where(node: fx.Node) -> str:
-    """`layers.0.self_attn (model.py:86, in forward)`: the module and the innermost line outside torch, where known."""
+    """`layers.0.self_attn (model.py:86, in forward)`: the module and the innermost line outside torch, if known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
     lines = [frame for frame in frames if "/site-packages/torch/" not in frame[0]]
     module = module_path(node)

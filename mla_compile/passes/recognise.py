@@ -1,8 +1,8 @@
-"""Is what cones compute an RMSNorm, a rotation, a choice of experts, an MLP? Formulas for `cone.Recognition`.
+"""Formulas for `cone.Recognition`: an RMSNorm, a rotation, a choice of experts, an MLP.
 
-Tokens are tiny, of usual size and huge, and one holds a NaN: the epsilon, a clamp, or a replaced NaN would show. Graphs
-in half precision are tried twice: in float32, where a wrong formula cannot hide in the rounding, and as they are, where
-they must round like the op, to one unit in the last place.
+Tokens are tiny, of usual size and huge, and one holds a NaN. They reveal the epsilon, a clamp, or a replaced NaN.
+Graphs in half precision are tried twice. In float32 rounding cannot hide a wrong formula. In their own dtype they must
+round like the op, to one unit in the last place.
 """
 
 import itertools
@@ -25,29 +25,29 @@ from mla_compile.passes.nodes import is_call, op_arguments, tensor_of
 from mla_compile.passes.rewrite import Refusal
 
 _TINY = 1e-8
-"""The mean square of tokens of this size is nothing beside an epsilon."""
+"""The scale of tokens whose mean square is negligible against an epsilon."""
 _MOST_GROUPS = 32
 _ROUTED_TOKENS = 37
-"""That are tried: so many choose otherwise, all of them, by no other rule that is tried."""
+"""Tokens per draw, enough to distinguish rules by the experts that they choose."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """`ops.norm_rope.rotate` of the last columns."""
+    """The arguments of `ops.attention.norm_rope.rotate`, which rotates the last columns."""
 
     interleaved_in: bool
     interleaved_out: bool
     sin_first: bool
-    """Whether sin is the first of the two leaves, and cos the second."""
+    """Whether sin is the first of the two leaves and cos the second."""
     heads_first: bool = False
-    """Of queries: whether they are `[..., heads, tokens, columns]`, not `[..., tokens, heads, columns]`."""
+    """For queries: whether they are `[..., heads, tokens, columns]`, not `[..., tokens, heads, columns]`."""
 
     @property
     def layout(self) -> tuple[bool, bool]:
         return self.interleaved_in, self.interleaved_out
 
     def angles(self, cone: Cone) -> list[fx.Node]:
-        """cos and sin, or one complex tensor, of a cone that is this rotation."""
+        """cos and sin, or one complex tensor, among the leaves of a cone that computes this rotation."""
         return cone.tensors[::-1] if self.sin_first else cone.tensors
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The arguments of `choose_experts` behind the tensors, in its order."""
+    """The arguments of `choose_experts` after its tensors, in its order."""
 
     topk: int
     num_groups: int
@@ -75,7 +75,7 @@ class ExpertChoice:
 
 
 def norm(cone: Cone) -> float:
-    """The epsilon of the RMSNorm, `ops.norm_rope.rms_norm`, that a cone computes of the first columns of its source."""
+    """The epsilon of the RMSNorm (`norm_rope.rms_norm`) that a cone computes from the first columns of its source."""
     _keeps_dtype(cone)
     if len(cone.tensors) != 1:
         raise Refusal(f"it reads {len(cone.tensors)} other tensors, not just a weight")
@@ -86,7 +86,7 @@ def norm(cone: Cone) -> float:
         raise Refusal(f"its weight is {dtype} {list(tensor_of(weight).shape)}")
     eps = _epsilon(cone, rank, weight)
     for values, got, bound in _draws(cone):
-        x, w = _rows(values[cone.source])[:, :rank], values[weight].flatten()
+        x, w = _as_matrix(values[cone.source])[:, :rank], values[weight].flatten()
         expected = rms_norm(x, w, eps)
         if not agree(got, expected, expected.abs(), bound):
             raise _something_else(x)
@@ -94,7 +94,7 @@ def norm(cone: Cone) -> float:
 
 
 def rotation(cone: Cone) -> Rotation:
-    """The rotation that a cone computes of the last columns of its source."""
+    """The rotation that a cone computes from the last columns of its source."""
     rope = _last(cone.result)
 
     def rotates(one: Rotation, x: Tensor, *others: Any) -> bool:
@@ -104,10 +104,10 @@ def rotation(cone: Cone) -> Rotation:
 
 
 def query_rotation(cone: Cone, *, heads: int, rope: int) -> Rotation:
-    """The rotation that a cone computes of the last `rope` columns of each head.
+    """The rotation that a cone computes from the last `rope` columns of each head.
 
     The source has all columns of one head, then those of the next one. The result has a head's rotated columns, or all
-    of its columns with the others left as they are.
+    of its columns with the others unchanged.
     """
 
     def rotates(one: Rotation, x: Tensor, angles: list[Tensor], got: Tensor, bound: float) -> bool:
@@ -124,9 +124,9 @@ def query_rotation(cone: Cone, *, heads: int, rope: int) -> Rotation:
 
 
 def _rotation(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -> Rotation:
-    """The first rotation of which `rotates` says that it makes the result of the source.
+    """The first rotation for which `rotates` is true: it computes the result from the source.
 
-    flags: how many of the fields of a rotation are tried both ways.
+    flags: the number of fields of a `Rotation` for which both values are tried.
     """
     _keeps_dtype(cone)
     angles = cone.tensors
@@ -139,8 +139,8 @@ def _rotation(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -
     left = [Rotation(*choice) for choice in itertools.product((False, True), repeat=flags)]
     left = [one for one in left if not (is_complex[0] and one.sin_first)]
     for values, got, bound in _draws(cone):
-        x = _rows(values[cone.source])
-        parts = [_rows(part) for leaf in angles for part in _parts(values[leaf])]
+        x = _as_matrix(values[cone.source])
+        parts = [_as_matrix(part) for leaf in angles for part in _parts(values[leaf])]
         if any(len(part) != len(x) for part in parts):
             raise Refusal("cos and sin are not those of each token")
         left = [one for one in left if rotates(one, x, parts, got, bound)]
@@ -169,9 +169,9 @@ def _something_else(x: Tensor) -> Refusal:
 
 
 def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
-    """The epsilon that tiny tokens show: all else in `y = x w / sqrt(mean(x^2) + eps)` is known."""
+    """The epsilon, computed from tiny tokens: all other terms of `y = x w / sqrt(mean(x^2) + eps)` are known."""
     values = draw([cone], 3, 0, _source_times(cone, _TINY), cone.half)
-    x = _rows(values[cone.source])[:, :rank].double()
+    x = _as_matrix(values[cone.source])[:, :rank].double()
     y = cone.run(values, cone.half).double()
     square = x.square().mean(-1, keepdim=True)
     eps = float(((x * values[weight].flatten().double() / y).square() - square).median())
@@ -182,7 +182,7 @@ def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
 
 
 def _draws(cone: Cone) -> Iterator[tuple[dict[fx.Node, Any], Tensor, float]]:
-    """Values for a cone's source and leaves, what it makes of them, and the error allowed, relative to the terms."""
+    """Values for a cone's source and leaves, the cone's result, and the allowed error relative to the terms."""
     dtype = tensor_of(cone.source).dtype
     for half in (cone.half, None) if cone.half else (None,):
         computed = torch.float32 if half is not None else dtype
@@ -192,7 +192,7 @@ def _draws(cone: Cone) -> Iterator[tuple[dict[fx.Node, Any], Tensor, float]]:
         for seed, (number, scale) in enumerate(((2, 1.0), (5, 1e-3), (3, huge), (2, 1.0))):
             values = draw([cone], number, seed, _source_times(cone, scale), half)
             if seed == 3:
-                _rows(values[cone.source])[0, [0, -1]] = torch.nan
+                _as_matrix(values[cone.source])[0, [0, -1]] = torch.nan
             yield values, cone.run(values, half), bound
 
 
@@ -204,7 +204,7 @@ def _parts(angles: Tensor) -> tuple[Tensor, ...]:
     return torch.view_as_real(angles).unbind(-1) if angles.is_complex() else (angles,)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x
 
 
@@ -217,7 +217,7 @@ def _last(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class _Routed:
-    """Logits, a bias, and what the cones make of them; experts in the order of their ids."""
+    """Logits, a bias, and the results of the cones; experts are in the order of their ids."""
 
     logits: Tensor
     bias: Tensor | None
@@ -226,7 +226,7 @@ class _Routed:
 
 
 def routing(weights: Cone, ids: Cone) -> ExpertChoice:
-    """How experts are chosen of the logits that are the source of both cones."""
+    """The rule by which two cones choose and weigh experts; the source of both is the logits."""
     logits = tensor_of(weights.source)
     for cone, dtype in ((weights, torch.float32), (ids, torch.int64)):
         if tensor_of(cone.result).dtype != dtype:
@@ -239,18 +239,18 @@ def routing(weights: Cone, ids: Cone) -> ExpertChoice:
     for drawn in draws:
         left = [rule for rule in left if torch.equal(_chosen(rule, drawn)[1], drawn.ids)]
     if not left:
-        raise Refusal("it chooses otherwise")
-    # Without a bias and groups the sigmoid chooses as the softmax does: weights tell them apart.
+        raise Refusal("it chooses experts by another rule")
+    # Without a bias and groups sigmoid and softmax choose the same experts; their weights differ.
     for rule, normalize, scaling in itertools.product(left, (False, True), (1.0, *weights.numbers)):
         found: ExpertChoice = replace(rule, normalize=normalize, scaling=scaling)
         pairs = [(_chosen(found, drawn)[0], drawn.weights) for drawn in draws]
         if all(agree(got, expected, expected.abs(), 1e-5) for got, expected in pairs):
             return found
-    raise Refusal("it weighs otherwise")
+    raise Refusal("it weighs experts by another rule")
 
 
 def _rules(experts: int, topk: int) -> Iterator[ExpertChoice]:
-    """All that may be, those with the fewest groups first."""
+    """All candidate rules, those with the fewest groups first."""
     for groups, softmax in itertools.product(range(1, min(experts, _MOST_GROUPS) + 1), (False, True)):
         size = experts // groups
         if experts % groups or (groups > 1 and size < 2 and not softmax):
@@ -281,9 +281,9 @@ def _routed(weights: Cone, ids: Cone, biases: Sequence[fx.Node], seed: int, scal
 
 
 def mlp(cone: Cone, *, intermediate: int) -> tuple[int, ...]:
-    """Which tensors of a cone are the weights of gate, up and down of an MLP, then their scales in FP8.
+    """The indices in a cone's tensors of an MLP's weights gate, up and down, then of their scales for FP8.
 
-    intermediate: what its width is a multiple of.
+    intermediate: the MLP's width must be a multiple of it.
     """
     products = [op_arguments(node) for node in cone.nodes if is_call(node, fp8_linear_op)]
     scale_of = {given["first"]: given["first_scale"] for given in products if given["second"] is None}
@@ -300,9 +300,11 @@ def mlp(cone: Cone, *, intermediate: int) -> tuple[int, ...]:
     values = draw([cone], 3, 0, scale, cone.half)
     matrices = {weight: values[weight] for weight in weights}
     for weight, scales in scale_of.items():
-        values[scales] = values[scales].abs() + 0.5  # blocks are fewer than columns: the results are larger
+        values[scales] = (
+            values[scales].abs() + 0.5
+        )  # there are fewer blocks than columns, so the results are larger
         matrices[weight] = fp8.dequantize(values[weight], values[scales])
-    x, got = _rows(values[cone.source]), _rows(cone.run(values, cone.half))
+    x, got = _as_matrix(values[cone.source]), _as_matrix(cone.run(values, cone.half))
     for order in itertools.permutations(weights):
         gate, up, down = (matrices[node].to(x.dtype) for node in order)
         if not gate.shape == up.shape == down.shape[::-1] or len(gate) % intermediate:
@@ -311,4 +313,4 @@ def mlp(cone: Cone, *, intermediate: int) -> tuple[int, ...]:
         if agree(got, expected, expected.abs() + 0.1 * expected.abs().max(), 1e-4):
             scales = [scale_of[node] for node in order if node in scale_of]
             return tuple(cone.tensors.index(node) for node in (*order, *scales))
-    raise Refusal("it computes something else")
+    raise Refusal("it does not compute a gated MLP")

@@ -1,12 +1,12 @@
-"""Leave out what nobody reads, and views that are what they are views of.
+"""Remove nodes without a reader, and views that have the sizes of their source.
 
     before                                                                after
 
     x ──> flatten ──> fused_linear ──> view ──> flatten ──> norm_linear   x ──> fused_linear ──> norm_linear
 
-Models see tokens as `[1, tokens, width]` and our ops as rows, so what the passes put in has views on both sides, and
-sizes for them. Torch runs each on fake tensors, four times in all. In a layer of GLM-4.7-Flash that was half of the
-nodes, and a tenth of the time of compiling it.
+Models see tokens as `[1, tokens, width]` and our ops see `[tokens, width]`, so the passes insert views on both sides of
+an op, and nodes for the views' sizes. Torch runs each of them on fake tensors four times. In a layer of GLM-4.7-Flash
+they were half of the nodes, and took a tenth of the compile time.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from mla_compile.passes.strides import is_contiguous
 from mla_compile.torch_internals import statically_known_true
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
-"""They give a view of a contiguous tensor, or the tensor itself, where what they give is contiguous."""
+"""Given a contiguous tensor, they return a view or the tensor itself if their result is contiguous."""
 
 
 def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it."""
-    # Symbols that are equal have one expression; the first node that has it comes before all who read another.
+    # Equal sizes have one symbolic expression. The first node with it precedes all readers of the others.
     sizes: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
@@ -40,11 +40,11 @@ def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.G
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """The first node on the way to a view that has the same tensor; the node itself where there is none."""
+    """The earliest node in a chain of views with the same tensor; the node itself if there is none."""
     found = base = node
     while _is_view(base):
         base = base.all_input_nodes[0]
-        if _lie_alike(value_of(base), value_of(node)):
+        if _has_sizes_of(value_of(base), value_of(node)):
             found = base
     return found
 
@@ -52,13 +52,13 @@ def _viewed(node: fx.Node) -> fx.Node:
 def _is_view(node: fx.Node) -> bool:
     if not node.op.startswith("call_") or function_name(node) not in _VIEWS:
         return False
-    given, read = value_of(node), value_of(node.all_input_nodes[0])
-    tensors = isinstance(given, Tensor) and isinstance(read, Tensor)
-    return tensors and given.dtype == read.dtype and is_contiguous(given) and is_contiguous(read)
+    result, source = value_of(node), value_of(node.all_input_nodes[0])
+    tensors = isinstance(result, Tensor) and isinstance(source, Tensor)
+    return tensors and result.dtype == source.dtype and is_contiguous(result) and is_contiguous(source)
 
 
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors have the same sizes."""
+def _has_sizes_of(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same sizes."""
     return one.dim() == other.dim() and all(
         statically_known_true(a == b) for a, b in zip(one.shape, other.shape)
     )

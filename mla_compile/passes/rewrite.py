@@ -1,4 +1,4 @@
-"""What all fusing passes do around a match: walk the graph, log what was fused and what was not, remove dead nodes."""
+"""The driver of all fusing passes: it walks the graph, logs what was fused and what was not, and removes dead nodes."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -16,15 +16,15 @@ _Found = TypeVar("_Found")
 
 
 class Refusal(Exception):
-    """Why a call stays as it is, in words for the author of the model."""
+    """The reason why a pass does not rewrite a call, for the author of the model."""
 
 
 def rewrite(graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], fuse: Callable[[fx.Node], object]) -> None:
     """Call `fuse` on the anchors of a graph, in order; a graph without anchors is left untouched.
 
-    fuse: matches at an anchor, puts new nodes in the place of the old ones and returns what it has found, for the log;
-        None where there is nothing to say. It may raise a `Refusal` before it changes the graph. Its new nodes replace
-        ones that need no gradient, whatever the mode is now.
+    fuse: matches at an anchor, replaces nodes and returns what it found, for the log; None writes no line. It may raise
+        a `Refusal` before it changes the graph. It runs under `torch.no_grad()`, as the nodes that it replaces need no
+        gradient.
     """
     if not any(map(is_anchor, graph.nodes)):
         return
@@ -43,11 +43,12 @@ def rewrite(graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], fuse: Callabl
 
 
 def first_match(sources: Iterable[fx.Node], match: Callable[[fx.Node], _Found], otherwise: str) -> _Found:
-    """What `match` finds for the first of some sources that it does not refuse. They are the nearest first: the output
-    of a projection, and what was made of all of it.
+    """The result of `match` for the first source that it does not refuse.
+
+    sources: the nearest first, for example the output of a projection and tensors computed from it.
 
     Raises:
-        Refusal: of the nearest one; `otherwise` where there is none.
+        Refusal: that of the nearest source; `otherwise` if there are no sources.
     """
     reason = None
     for source in islice(sources, _MOST_SOURCES):

@@ -1,20 +1,20 @@
-"""Rotate queries where their projection has put them.
+"""Rotate queries in place, in the output of their projection.
 
     before                                           after
 
     q_proj ─> view ─┬─> q_nope ─────────┬─> cat      q_proj ─> mla_rotate_queries (in place) ─> view
                     └─> RoPE ───> q_pe ─┘
 
-Nothing is copied. A head's parts lie side by side, as prefill takes them, so the `cat` goes too. Where
+Nothing is copied. A head's parts are adjacent in memory, as prefill expects them, so the pass removes the `cat`. If
 `mla_norm_rope_append` follows with the same angles, it rotates the queries in its launch.
 
-Rotations are found by what they compute, as in `fuse_norm_rope_append`, between the projection's output and the
-queries of `mla_decode` and `mla_prefill`. One that joins the parts itself, as in models of transformers, is replaced
-with its `cat`.
+The pass recognises rotations by what they compute, as in `fuse_norm_rope_append`, between the projection's output and
+the queries of `mla_decode` and `mla_prefill`. A rotation that joins the parts itself, as in models of transformers, is
+replaced together with its `cat`.
 
-Only where the op has a kernel: on the CPU, Inductor fuses the rotation with what is around it.
+The op must have a kernel: on the CPU, Inductor fuses the rotation with the nodes around it.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was rotated so, and why other queries were not.
+`TORCH_LOGS="+mla_compile"` logs each rotation in place, and the reason for other queries.
 """
 
 import operator
@@ -53,12 +53,12 @@ from mla_compile.torch_internals import statically_known_true
 def rotate_queries(
     gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without queries that can be rotated so is left untouched.
+    """Rewrite `gm` in place and return it; a graph without queries that can be rotated in place is left untouched.
 
-    require_kernel: only where the op has a kernel.
+    require_kernel: rewrite only if the op has a kernel.
     """
     parts = filter(is_tensor, map(_rotated_part, calls(gm.graph, decode_op, prefill_op)))
-    # A head in the last dimension: what is rotated may be a view of pairs.
+    # The base keeps a head's columns in its last dimension, although the rotation may view them as pairs.
     rotated = {
         made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe)
         for q_pe in parts
@@ -75,10 +75,10 @@ def rotate_queries(
         angles.update(match.rotation.angles(match.cone))
         return match.rotation
 
-    # What nobody needs goes before the appends: a `cat` of the parts reads queries.
+    # `rewrite` removes dead nodes. It comes before the appends, as a dead `cat` of the parts would read the queries.
     rewrite(gm.graph, rotated.__contains__, fuse)
     for node in calls(gm.graph, rotate_queries_op):
-        _leave_to_append(node)
+        _move_to_append(node)
     for node in calls(gm.graph, prefill_op):
         cat = op_arguments(node)["q"]
         whole = wholes.get(frozenset(memory(_joined(cat) or [])))
@@ -99,7 +99,7 @@ class _Match:
 
 
 def _rotated_part(node: fx.Node) -> Any:
-    """The rotated part of the queries of an attention op; None where it cannot be told from the others."""
+    """The rotated part of the queries of an attention op; None if the parts cannot be distinguished."""
     given = op_arguments(node)
     if is_call(node, decode_op):
         return given["q_pe"]
@@ -114,7 +114,7 @@ def _joined(q: fx.Node) -> Any:
 
 
 def _match(result: fx.Node, q_pe: Tensor, known: Recognition) -> _Match:
-    """The rotation that a node is the result of, if it could be done in place."""
+    """The rotation whose result is a node, if it can be done in place."""
     heads, rope = q_pe.shape[1:]
     if not type(heads) is type(rope) is int:
         raise Refusal("the number of heads is unknown at compile time")
@@ -124,7 +124,7 @@ def _match(result: fx.Node, q_pe: Tensor, known: Recognition) -> _Match:
         cone = cut(source, result)
         return _Match(cone, heads, rope, known.of(formula, cone))
 
-    # Tensors of their own that may have all columns of all heads.
+    # Tensors with separate memory that may have all columns of all heads.
     sources = (
         node
         for node in made_of_both([result])
@@ -145,19 +145,19 @@ def _has_memory_of_its_own(node: fx.Node) -> bool:
 
 
 def _check_readers(match: _Match) -> None:
-    """Raises `Refusal` where somebody would see that the projection's output is written to."""
+    """Raises `Refusal` if another node would read columns of the projection's output that the rotation overwrites."""
     cone = match.cone
     nodes = {cone.source, *cone.nodes}
     for node in sorted(nodes - {cone.result}):
         for user in node.users:
-            if user not in nodes and not _spares_rotated(user, match):
-                raise Refusal(f"what is rotated is also used by `{user.name}`")
+            if user not in nodes and not _excludes_rotated(user, match):
+                raise Refusal(f"the rotated columns are also used by `{user.name}`")
     writer = writer_between(cone.source, cone.result, [cone.source, *cone.nodes, *cone.tensors])
     if writer is not None:
         raise Refusal(f"`{writer.name}` writes in place before it")
 
 
-def _spares_rotated(node: fx.Node, match: _Match) -> bool:
+def _excludes_rotated(node: fx.Node, match: _Match) -> bool:
     """Whether a node is a view of the projection's output without the columns that are rotated."""
     if not is_tensor(node) or memory([node]) != memory([match.cone.source]):
         return False
@@ -170,7 +170,7 @@ def _spares_rotated(node: fx.Node, match: _Match) -> bool:
 
 
 def _is_read_by_strides(view: fx.Node) -> bool:
-    """Whether somebody asks for other elements of a view's memory than its own."""
+    """Whether a node reads memory of a view's base outside the view, by `as_strided`."""
     return any(
         function_name(user).startswith("as_strided")
         or (memory([user]) == memory([view]) and _is_read_by_strides(user))
@@ -179,7 +179,7 @@ def _is_read_by_strides(view: fx.Node) -> bool:
 
 
 def _replace(match: _Match) -> fx.Node:
-    """Put a rotation in place into the graph. Its queries, `[tokens, heads, qk_head_dim]`."""
+    """Insert a rotation in place and return its queries, `[tokens, heads, qk_head_dim]`."""
     cone, heads, rope, rotation = match.cone, match.heads, match.rope, match.rotation
     result, joined = cone.result, tensor_of(cone.result).shape[-1] > rope
 
@@ -199,7 +199,7 @@ def _replace(match: _Match) -> fx.Node:
 
     views = views_of(result, as_before(queries_of(tensor_of(cone.source))))
     if isinstance(views, fx.Node):
-        raise Refusal(f"`{views.name}` may count on how queries lie in memory")
+        raise Refusal(f"`{views.name}` may depend on the strides of the queries")
     queries: fx.Node
     queries, same = inline(result, rotated, (cone.source, rotation.angles(cone)))
     result.replace_all_uses_with(same)
@@ -208,14 +208,14 @@ def _replace(match: _Match) -> fx.Node:
     return queries
 
 
-def _leave_to_append(rotation: fx.Node) -> None:
-    """Let the append that follows rotate queries too, which saves a launch, if nobody reads them before."""
+def _move_to_append(rotation: fx.Node) -> None:
+    """Fuse a rotation into the append that follows, which saves a launch, if no node reads the queries before it."""
     given, node = op_arguments(rotation), rotation.next
     queries = memory([given["q_pe"]])
     while not is_call(node, norm_rope_append_op):
-        taken = not queries.isdisjoint(memory(node.all_input_nodes))
-        looks = memory([node]) == queries or function_name(node) in ("size", "sym_size")
-        if (taken and not looks) or node.op == "output":
+        is_user = not queries.isdisjoint(memory(node.all_input_nodes))
+        is_view_or_size = memory([node]) == queries or function_name(node) in ("size", "sym_size")
+        if (is_user and not is_view_or_size) or node.op == "output":
             return
         node = node.next
     if writer_between(rotation, node, [given["q_pe"], given["cos"], given["sin"]]) is not None:
@@ -229,12 +229,12 @@ def _leave_to_append(rotation: fx.Node) -> None:
 
 
 def _use_joined(cat: fx.Node, queries: fx.Node) -> None:
-    """Put queries with all parts in the place of a `cat` of the two, which may be those of the prefill tokens alone."""
+    """Replace a `cat` of the two parts, which may have the prefill tokens alone, with queries that have both parts."""
     q_nope, q_pe = _joined(cat)
     split = None
     if q_pe.target is operator.getitem and q_pe.args[0].target is torch.split and len(q_pe.args[0].args) == 2:
-        split, place = q_pe.args  # that of `lower_mla_attention`, or the user's
-    # Of all tokens, before they are split: the rotated columns of these queries, and no others?
+        split, place = q_pe.args  # made by `lower_mla_attention` or by the user
+    # Check that the parts, before the split, are the columns of these queries.
     q, rotated, first, second = (
         tensor_of(n) for n in (queries, split.args[0] if split else q_pe, q_nope, q_pe)
     )

@@ -6,9 +6,9 @@
                                       q ──> split ─┬─> absorb (w_uk) ──> mla_decode ──> w_uv ──┐
                                                    └─> cat ──> mla_prefill (w_uk, w_uv) ───────┴─> cat ──> o
 
-A segment that the batch lacks (its metadata is None) is not built, and then there is no split and no cat. One
-append, one query projection before and one `o_proj` after serve both segments. Absorbing and up-projecting are
-`matmul_by_head`. The cat of queries goes again where `rotate_queries` finds their parts side by side.
+A segment that the batch lacks (its metadata is None) is not built, and then there is no split and no cat. Both segments
+share one append, one query projection and one `o_proj`. Absorbing and up-projecting are `matmul_by_head`.
+`rotate_queries` removes the cat of queries if their parts are adjacent in memory.
 
 The new nodes are those of `mla_compile.ops.attention.mla_attention.lower_mla_attention`, which eager calls run.
 """

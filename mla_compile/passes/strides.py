@@ -1,4 +1,4 @@
-"""Who counts on how a tensor lies in memory: whether part of a wider tensor may stand in its place."""
+"""Which nodes depend on a tensor's strides: whether a part of a wider tensor may replace it."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from mla_compile.torch_internals import (
 
 
 def is_contiguous(x: Tensor) -> bool:
-    """Whether it is known to be; `x.is_contiguous()` asks whether an unknown size is 0."""
+    """Whether `x` is known to be contiguous; `x.is_contiguous()` would test whether an unbacked size is 0."""
     step: Any = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride())):
         if not statically_known_true(size == 1) and not statically_known_true(stride == step):
@@ -26,12 +26,12 @@ def is_contiguous(x: Tensor) -> bool:
 
 
 def is_in_order(x: Tensor) -> bool:
-    """Whether `x`, a result and so dense, is contiguous whatever its sizes are."""
+    """Whether `x`, a dense result, is contiguous for all values of its sizes."""
     return _order(x) == list(range(x.dim()))
 
 
 def laid_out_as(replaced: Tensor, x: Any) -> Any:
-    """`x` without gaps and with the order of dimensions in memory of what it replaces: a later `view` counts on it."""
+    """`x` made dense, in the dimension order of the tensor that it replaces: a later `view` may depend on it."""
     order = _order(replaced)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
@@ -42,9 +42,9 @@ def _order(x: Tensor) -> list[int]:
 
 
 def views_of(node: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
-    """The views of a node's tensor, each behind what it is a view of, if they would be views of `part` too.
+    """The views of a node's tensor, each after its base, if they would also be views of `part`.
 
-    Else a node that takes the tensor and may give something else for `part`.
+    Otherwise a node that reads the tensor and may return another result for `part`.
 
     part: a tensor of the same shape, part of a wider one.
     """
@@ -55,10 +55,10 @@ def views_of(node: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
             if not _takes_any_strides(user):
                 return user
             if memory([user]).isdisjoint(memory([node])):
-                continue  # a result of its own
+                continue  # not a view
             try:
                 value = example_value(user, fake_mode_of(user), values)
-            except Exception:  # whatever torch says of strides
+            except Exception:  # any error of torch about strides
                 return user
             if {storage_key(x) for x in flat(value) if isinstance(x, Tensor)} != {storage_key(part)}:
                 return user
@@ -68,8 +68,8 @@ def views_of(node: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
 
 
 def _takes_any_strides(node: fx.Node) -> bool:
-    """Whether a node computes the same of tensors with any strides, or fails: ops of ours do, and functions of torch
-    that write nothing."""
+    """Whether a node has the same result for tensors of any strides, or fails: our ops, and torch functions that do
+    not write in place."""
     namespace = namespace_of(overload_of(node.target))
     if namespace == "mla_compile":
         return True

@@ -14,7 +14,7 @@ from mla_compile.ops.attention.metadata import prefill_metadata_op
 from mla_compile.ops.attention.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
-from mla_compile.torch_internals import mark_state_tensor, mark_varying, tensors_side_by_side, with_shape
+from mla_compile.torch_internals import adjacent_tensors, mark_state_tensor, mark_varying, with_shape
 
 
 class PromptChunk(NamedTuple):
@@ -139,7 +139,7 @@ class PackedChunks:
         tokens, rows, chunks, columns, keys = key
         shapes = (tokens,), (tokens,), (rows,), (chunks,), (chunks, 2), (chunks, columns)
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            sent, given, places = tensors_side_by_side(shapes, torch.int64, device)
+            sent, given, places = adjacent_tensors(shapes, torch.int64, device)
             room = torch.empty(keys, dtype=torch.uint8, device=device)
             numbers, lens_on_host = array("q", bytes(8 * len(sent))), array("i", bytes(4 * 2 * chunks))
             host = torch.frombuffer(numbers, dtype=torch.int64)

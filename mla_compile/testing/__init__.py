@@ -1,4 +1,4 @@
-"""Tools that look for faults: nothing that serves requests imports them."""
+"""Tools that look for faults. The package itself does not import them when it serves requests."""
 
 from mla_compile.testing.batch_invariance import BatchInvarianceReport, check_batch_invariance
 from mla_compile.testing.shadow import ShadowCheckError, checked_step, shadow_check

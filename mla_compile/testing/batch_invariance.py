@@ -1,4 +1,4 @@
-"""Whether a model's tokens, log-probabilities and latents have the same bits alone and in any mix of requests."""
+"""Check that a model's tokens, log-probabilities and latents have the same bits alone and in any mix of requests."""
 
 import random
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ _DRAWN = ("max_model_len", "max_tokens_per_step", "num_pages", "num_speculative_
 """Settings that `check_batch_invariance` chooses itself."""
 
 _LATENTS = 128
-"""Positions of a request whose latents are compared: the last ones of its prompt and of half of its completion."""
+"""The most positions whose latents are compared: the last of those of the prompt and half of the completion."""
 
 
 @dataclass
 class BatchInvarianceReport:
-    """What `check_batch_invariance` found.
+    """The result of `check_batch_invariance`.
 
-    num_requests, num_tokens: that were compared with the same request alone; num_latents: positions whose latents, of
-        all layers, were.
-    differences: a line for each request with any other bit: which one, in which mix, and what differs first.
+    num_requests, num_tokens: requests and tokens compared with the same request run alone; num_latents: positions
+        whose latents, in all layers, were compared.
+    differences: a line for each request with a different bit: the request, the mix, and the first difference.
     """
 
     num_requests: int = 0
@@ -37,7 +37,7 @@ class BatchInvarianceReport:
 
     @property
     def num_different(self) -> int:
-        """Requests with any other bit."""
+        """The number of requests with a different bit."""
         return len(self.differences)
 
     def __str__(self) -> str:
@@ -47,12 +47,13 @@ class BatchInvarianceReport:
         return "\n  ".join([f"{counts}: {self.num_different} requests differ", *self.differences[:10]])
 
 
-_Asked = tuple[list[int], SamplingParams]
+_Query = tuple[list[int], SamplingParams]
+"""The prompt and the sampling parameters of a request."""
 
 
 @dataclass
 class _Result:
-    """What came of one. latents: `[layers, positions, width]` on the CPU, of the positions from `start` on."""
+    """The result of a request. latents: `[layers, positions, width]` on the CPU, for the positions from `start` on."""
 
     completion: Completion
     latents: Tensor | None = None
@@ -72,27 +73,27 @@ def check_batch_invariance(
     batch_invariant: bool = True,
     **settings: Any,
 ) -> BatchInvarianceReport:
-    """Run every request alone and without drafts, then all of them in drawn mixes, and compare bits.
+    """Run every request alone and without drafts, then all of them in random mixes, and compare bits.
 
         report = mla_compile.testing.check_batch_invariance(model, prompts)
         assert not report.num_different, report
 
-    Every second request has a second turn: its text and some tokens more are the next prompt. In a mix requests come in
-    another order and at other times, prompts are cut into chunks of other sizes, prefixes are found in the cache, and
-    pages run out, so that some wait.
+    Every second request has a second turn: its prompt, its completion and some more tokens are the next prompt. In a
+    mix, requests arrive in another order and at other times, prompts are split into chunks of other sizes, the prefix
+    cache has some prefixes, and pages run out, so some requests wait.
 
     Args:
-        model: what an engine serves; its caches are allocated anew.
-        prompts: token ids. sampling: of the prompts in turn.
-        max_new_tokens: of each request, none ends earlier.
-        drafts: numbers of drafts, an engine for each; more than 0 needs what drafts: an MTP layer or `drafter="ngram"`.
-        max_rows: requests that run at once.
-        rounds: mixes for each number of drafts. seed: of what is drawn.
-        batch_invariant: False tells how much differs without it.
-        settings: others of `EngineConfig`.
+        model: a model that an engine can serve; the engines allocate new caches for it.
+        prompts: token ids. sampling: used for the prompts cyclically.
+        max_new_tokens: of each request; no request ends earlier.
+        drafts: numbers of drafts, an engine for each; above 0 the model needs an MTP layer, or `drafter="ngram"`.
+        max_rows: the most requests that run at the same time.
+        rounds: mixes for each number of drafts. seed: of the random mixes.
+        batch_invariant: False measures the differences without batch invariance.
+        settings: other settings of `EngineConfig`.
 
     Raises:
-        MLAError: a bad argument, or a model that cannot promise it, by name.
+        MLAError: a bad argument, or a model that cannot be batch-invariant; the message names it.
     """
     for name, number in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("rounds", rounds)):
         check_positive(name, number)
@@ -100,13 +101,13 @@ def check_batch_invariance(
         raise MLAError("prompts, sampling, drafts", "at least one of each", "none")
     if drawn := [name for name in _DRAWN if name in settings]:
         raise MLAError(
-            "settings", f"none of {', '.join(_DRAWN)}, which it chooses", ", ".join(drawn), "leave them out"
+            "settings", f"none of {', '.join(_DRAWN)}, which the check sets", ", ".join(drawn), "remove them"
         )
     draw = random.Random(seed)
     page_size = settings.setdefault("page_size", 16)
     settings["batch_invariant"] = batch_invariant
 
-    asked = [(list(prompt), sampling[i % len(sampling)]) for i, prompt in enumerate(prompts)]
+    queries = [(list(prompt), sampling[i % len(sampling)]) for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     max_model_len = 2 * longest + max_new_tokens
     positions = getattr(model, "max_position_embeddings", None) or max_model_len
@@ -121,30 +122,30 @@ def check_batch_invariance(
             num_speculative_tokens=k,
             max_rows=max_rows,
             max_model_len=max_model_len,
-            # Enough pages for some rows at their longest, so that others wait.
+            # Enough pages for some rows at their full length, so the others wait.
             num_pages=1 + max(pages_per_row, max_rows * pages_per_row // 3),
             max_tokens_per_step=max_rows * (1 + k) + max(16, longest // 3),
             **settings,
         )
 
     engine = engine_of(0)
-    expected = [_run_alone(engine, one, max_new_tokens) for one in asked]
-    for i, (prompt, params) in enumerate(asked[::2]):
-        said = expected[2 * i].completion.token_ids
-        more = asked[draw.randrange(len(prompts))][0][:max_new_tokens]
-        asked.append(([*prompt, *said, *more], params))
-    expected += [_run_alone(engine, one, max_new_tokens) for one in asked[len(prompts) :]]
+    expected = [_run_alone(engine, one, max_new_tokens) for one in queries]
+    for i, (prompt, params) in enumerate(queries[::2]):
+        completion = expected[2 * i].completion.token_ids
+        more = queries[draw.randrange(len(prompts))][0][:max_new_tokens]
+        queries.append(([*prompt, *completion, *more], params))
+    expected += [_run_alone(engine, one, max_new_tokens) for one in queries[len(prompts) :]]
 
     report = BatchInvarianceReport()
-    # Without drafts first: that engine has compiled its steps, and a newer one takes over the caches.
+    # Begin without drafts: that engine has compiled its steps, and a newer engine would replace its caches.
     for k in sorted(drafts):
         engine = engine if k == 0 else engine_of(k)
         for number in range(rounds):
             engine.reset_prefix_cache()
-            # Second turns come later than first ones, whose pages they mostly find in the cache.
-            first = [draw.randrange(4 * len(asked)) for _ in prompts]
+            # Second turns arrive later than first turns, whose pages are mostly in the prefix cache then.
+            first = [draw.randrange(4 * len(queries)) for _ in prompts]
             second = [begin + max_new_tokens for begin in first[::2]]
-            for i, result in enumerate(_run(engine, asked, max_new_tokens, first + second)):
+            for i, result in enumerate(_run(engine, queries, max_new_tokens, first + second)):
                 report.num_requests += 1
                 report.num_tokens += len(result.completion.token_ids)
                 report.num_latents += _num_compared(expected[i], result)
@@ -153,27 +154,27 @@ def check_batch_invariance(
     return report
 
 
-def _run_alone(engine: Engine, asked: _Asked, max_new_tokens: int) -> _Result:
-    """No other request is there, nor what one has left in the prefix cache."""
+def _run_alone(engine: Engine, query: _Query, max_new_tokens: int) -> _Result:
+    """Run one request without others, and with an empty prefix cache."""
     engine.reset_prefix_cache()
-    return _run(engine, [asked], max_new_tokens, [0])[0]
+    return _run(engine, [query], max_new_tokens, [0])[0]
 
 
 def _run(
     engine: Engine,
-    asked: Sequence[_Asked],
+    queries: Sequence[_Query],
     max_new_tokens: int,
     arrivals: Sequence[int],
 ) -> list[_Result]:
-    """arrivals: before which step each request comes."""
-    waiting = sorted(range(len(asked)), key=lambda i: arrivals[i])
+    """Run requests in one engine. arrivals: the step before which each request is added."""
+    waiting = sorted(range(len(queries)), key=lambda i: arrivals[i])
     requests: dict[int, Request] = {}
     results: dict[int, _Result] = {}
     step = 0
     while waiting or engine.has_work():
         while waiting and arrivals[waiting[0]] <= step:
             i = waiting.pop(0)
-            prompt, params = asked[i]
+            prompt, params = queries[i]
             requests[i] = engine.add(prompt, params, max_new_tokens=max_new_tokens)
             results[i] = _Result(requests[i].completion)
         engine.step()
@@ -181,11 +182,11 @@ def _run(
         for i, request in requests.items():
             if results[i].latents is None and not request.has_ended:
                 _read_latents(engine, request, max_new_tokens // 2, results[i])
-    return [results[i] for i in range(len(asked))]
+    return [results[i] for i in range(len(queries))]
 
 
 def _read_latents(engine: Engine, request: Request, num_new: int, result: _Result) -> None:
-    """Copy its latents, once those of the prompt and of `num_new` tokens are sure to be in its pages."""
+    """Copy a request's latents once its pages are certain to have those of the prompt and of `num_new` tokens."""
     end = len(request.prompt) + num_new - 1
     under_way = (1 + engine.config.num_speculative_tokens) * (1 + engine.report_lag)
     if num_new < 1 or not (
@@ -202,12 +203,12 @@ def _read_latents(engine: Engine, request: Request, num_new: int, result: _Resul
 
 
 def _num_compared(expected: _Result, got: _Result) -> int:
-    """Positions whose latents are known of both; few tokens end before those of drafts are sure to be written."""
+    """The number of positions with latents in both results; a short request may end before its latents are certain."""
     return 0 if expected.latents is None or got.latents is None else got.latents.shape[1]
 
 
 def _difference(expected: _Result, got: _Result) -> str | None:
-    """What differs first, latents before the tokens that are made of them; None where no bit does."""
+    """The first difference, in latents before tokens, which are computed from them; None if all bits are equal."""
     if expected.latents is not None and got.latents is not None:
         bits = [x.contiguous().view(torch.uint8).flatten(2) for x in (expected.latents, got.latents)]
         differ = (bits[0] != bits[1]).any(2)  # [layers, positions]
@@ -220,14 +221,14 @@ def _difference(expected: _Result, got: _Result) -> str | None:
                 f"the latents of layer {layer} at position {expected.start + place} are the first, {apart:.3g} apart: "
                 f"look between {before} and the latents of layer {layer}"
             )
-    told = zip(_told(expected.completion), _told(got.completion))
-    for place, (mine, theirs) in enumerate(told):
-        if mine != theirs:
-            return f"token {place} of the completion is {theirs}, alone {mine}"
+    pairs = zip(_outputs(expected.completion), _outputs(got.completion))
+    for place, (alone, mixed) in enumerate(pairs):
+        if alone != mixed:
+            return f"token {place} of the completion is {mixed}, alone {alone}"
     return None
 
 
-def _told(completion: Completion) -> list[tuple[Any, Any]]:
-    """Each place's token and what is told of it, then how the completion ended."""
+def _outputs(completion: Completion) -> list[tuple[Any, Any]]:
+    """Each token with its log-probabilities, then the finish reason."""
     logprobs: Sequence[Any] = completion.logprobs or [None] * len(completion.token_ids)
     return [*zip(completion.token_ids, logprobs, strict=True), (completion.finish_reason, None)]

@@ -1,4 +1,4 @@
-"""A step that is checked while it runs: its eager twin runs on the same inputs, and what they leave is compared."""
+"""Check compiled steps at run time: run the same step eagerly on the same inputs, and compare the state and caches."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,43 +16,43 @@ from mla_compile.speculate.state import FIRST_TOKEN
 
 
 class ShadowCheckError(AssertionError):
-    """A step and its eager run differ. The message has a line for each layer and tensor of the state that does, with
-    its first place."""
+    """A step and its eager run differ. The message has a line for each layer and each tensor of the state that differs,
+    with the first different value."""
 
 
 @contextmanager
 def shadow_check(engine: Engine, *, every: int = 1, tolerance: float | None = None) -> Iterator[None]:
-    """Inside, every n-th call of each of an engine's steps also runs eagerly and is compared.
+    """Inside the context, every n-th call of each of an engine's steps also runs eagerly and is compared.
 
         with mla_compile.testing.shadow_check(engine, every=16):
             engine.generate(prompts)
 
-    What must be so after a checked call:
+    The conditions after a checked call:
 
-    - The state, with the tokens and drafts, is eager's exactly; reported log-probabilities are within `tolerance`, and
-      the ids beside them are not compared. Nor are tokens and drafts that nobody reads: those of padding and of rows
-      that have ended.
-    - Latents that eager writes are eager's within `tolerance`. Every other slot, page 0 and other rows' pages too,
-      holds the bits it held before. NaN there is no difference.
+    - The state, including the tokens and drafts, equals eager's exactly. Reported log-probabilities are within
+      `tolerance`; their ids are not compared. Tokens and drafts without a reader are not compared either: those of
+      padding and of ended rows.
+    - Latents that eager writes are within `tolerance` of eager's. Every other slot, including page 0 and other rows'
+      pages, keeps its bits. NaN equals NaN.
 
-    The stream goes on with what the step did, at the same addresses. Eager runs the same ops, on a GPU with the same
-    kernels: this finds what compiling and capturing break, not what both get wrong. Steps whose tokens the host
-    chooses (a grammar, `choose`) run in two halves and are not checked.
+    Generation continues with the compiled step's results, at the same addresses. Eager runs the same ops, on a GPU with
+    the same kernels. So the check finds errors of compilation and capture, not errors that both runs share. Steps whose
+    tokens the host chooses (a grammar, `choose`) run in two halves and are not checked.
 
-    Load the model in float32 or float64. In half types a compiled step rounds less often than eager, so healthy steps
-    differ too: near-ties of two tokens and of two experts go either way.
+    Load the model in float32 or float64. In half types a compiled step rounds less often than eager, so correct steps
+    may differ too, in near-ties of two tokens or of two experts.
 
     A checked call waits for the device and holds two copies of all caches.
 
     Args:
-        engine: the caches of its model and drafter are all that a step changes besides the state.
+        engine: besides the state, its steps change only the caches of its model and drafter.
         every: check each step's first call and every n-th after it.
         tolerance: of a latent, relative to its largest entry. By default the square root of the dtype's epsilon:
             0.09 in bfloat16, 0.03 in float16, 3.5e-4 in float32 and float64 (rotary angles are float32 in both).
 
     Raises:
-        MLAError: a bad argument, named.
-        ShadowCheckError: from the engine's call, on a difference; state and caches are left as the step left them.
+        MLAError: a bad argument; the message names it.
+        ShadowCheckError: from the engine's call, on a difference; state and caches keep the compiled step's results.
     """
     check_positive("every", every)
     if tolerance is not None and not 0 <= tolerance < math.inf:
@@ -79,11 +79,11 @@ def checked_step(
     every: int = 1,
     tolerance: float | None = None,
 ) -> Callable[..., None]:
-    """A step that does what `step` does, checked as `shadow_check` says.
+    """A step that runs `step` and checks it as `shadow_check` does.
 
     Args:
         step: changes a `DecodeState` in place; it may take `PackedChunks` too, as `SpeculativeDecoder.mixed` does.
-        decoder: does the same eagerly.
+        decoder: runs the same step eagerly.
     """
     calls = 0
 
@@ -106,7 +106,7 @@ def _differences(
     state: DecodeState,
     *chunks: PackedChunks,
 ) -> list[str]:
-    """Run a step, in place; a line for each layer and tensor of the state in which its eager run differs."""
+    """Run a step in place; return a line for each layer and tensor of the state in which its eager run differs."""
     specs = cache_specs(decoder.model, decoder.drafter)
     caches = [spec.cache for spec in specs]
     live = [*caches, *state.tensors()]
@@ -136,9 +136,9 @@ def _differences(
 
 
 def _read_later(ran: Tensor, runs_next: Tensor, eager: DecodeState) -> dict[str, Tensor]:
-    """Which places `[rows, n]` of some tensors of the state anybody reads; with other padding, the rest is other.
+    """Masks `[rows, n]` of the places of some state tensors that are read later; the others depend on the padding.
 
-    A row has a token for each of the positions that it `ran`. It goes on with the drafts that it runs next.
+    ran: each row's positions in this step, each with a token. runs_next: those in the next step, one more than drafts.
     """
     of_tokens, of_drafts = (
         torch.arange(n, device=ran.device) < lens[:, None]
@@ -156,7 +156,7 @@ def _read_later(ran: Tensor, runs_next: Tensor, eager: DecodeState) -> dict[str,
 
 
 def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, tolerance: float | None) -> str:
-    """The first value of a slot that eager writes which is not near eager's, or that changed in another slot."""
+    """A line for the first wrong value: not near eager's in a slot that eager writes, or changed in any other slot."""
     tolerance = _tolerance(tolerance, got.dtype)
     is_written = (_bits(expected) != _bits(before)).any(-1)
     differs = _bits(got) != _bits(expected)
@@ -176,7 +176,7 @@ def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, toleran
 
 
 def _tolerance(given: float | None, dtype: torch.dtype) -> float:
-    """The default follows from the type of latents."""
+    """The given tolerance, or the default for the dtype of the latents."""
     if given is not None:
         return given
     return float(max(torch.finfo(dtype).eps for dtype in (dtype, torch.float32)) ** 0.5)
@@ -185,7 +185,7 @@ def _tolerance(given: float | None, dtype: torch.dtype) -> float:
 def _in_state(
     compiled: dict[str, Tensor], eager: DecodeState, read: dict[str, Tensor], tolerance: float
 ) -> Iterator[str]:
-    """A line for each tensor of the state that differs, where it is `read`."""
+    """A line for each tensor of the state that differs in a place that is `read`."""
     for name, got in compiled.items():
         expected = getattr(eager, name)
         wrong = got != expected
@@ -202,13 +202,13 @@ def _in_state(
 
 
 def _first(wrong: Tensor) -> list[int]:
-    """The index of the first true value, which there must be."""
+    """The index of the first true value; there must be one."""
     first = wrong.flatten().to(torch.uint8).argmax()
     return [int(i) for i in torch.unravel_index(first, wrong.shape)]
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Latents `[num_pages, page_size, width]` as integers `[slots, width]`, of which NaN equals itself."""
+    """Latents `[num_pages, page_size, width]` as integers `[slots, width]`, so that NaN equals itself."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.view(integers[x.element_size()]).flatten(0, 1)
 

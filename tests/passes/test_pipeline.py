@@ -205,7 +205,7 @@ class Broken:
 BAD = {
     "fails": (
         fails,
-        "^pass fails: .*KeyError: 'no such node'; .*fix",
+        r"pass fails: expected a graph module, got KeyError: 'no such node'; .*options=\{'passes'",
     ),
     "forgets to return": (
         forgets_to_return,

@@ -208,7 +208,7 @@ REFUSED = {
     "heads in another order": (heads_mixed, "float32"),
     "a reader of the strides": (kept_by_their_strides, "`more`"),
     "a reader beyond a view": (read_beyond_a_view, "`split_1`|`q_nope`"),
-    "tokens in another order in memory": (transposed, ""),
+    "tokens in another order in memory": (transposed, "no projection|computes something else|reads"),
     "a write in between": (written, "`mul_`"),
 }
 

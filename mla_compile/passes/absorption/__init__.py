@@ -1,1 +1,1 @@
-"""What `absorb_mla` needs: seeing MLA through the way it is written, deciding, and emitting the absorbed form."""
+"""The matcher of `absorb_mla`: `pattern` finds MLA attention, `layout` traces tensors through views and copies."""

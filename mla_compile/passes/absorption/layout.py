@@ -1,8 +1,7 @@
 """Where the elements of keys and values come from.
 
-The strides of a view say where it lies in the memory of the tensor that it is a view of, however the user wrote it. So
-views are not looked at one by one; only what copies (`contiguous`, `repeat`) and what joins (`cat`, slices that
-`copy_` fills) is.
+The strides of a view locate it in the memory of its base, however it was created. So this module does not match views
+one by one. It matches only copies (`contiguous`, `repeat`) and joins (`cat`, slices that `copy_` fills).
 """
 
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ def same(size: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """Elements `[rows, heads, keys, features]`, which are the dimensions `dims` of a node; 1 where all are the same.
+    """The elements of a node as `[rows, heads, keys, features]`; a broadcast dimension may have size 1.
 
-    passed: the nodes between this one and those that read the elements.
+    dims: the node's dimensions in that order.
+    passed: the nodes between this one and the readers of the elements.
     """
 
     node: fx.Node
@@ -44,7 +44,7 @@ class View:
 
     @property
     def path(self) -> Nodes:
-        """The node and those that it is a view of, of which the last one is no view."""
+        """The node and the nodes that it is a view of, ending with the base, which is not a view."""
         path: list[Any] = [self.node]
         while path[-1] is not made_of(self.node):
             path.append(path[-1].args[0])
@@ -56,11 +56,11 @@ class View:
 
     @property
     def begin(self) -> Any:
-        """Where the node begins in the memory of the base."""
+        """The node's offset in the memory of the base, in elements."""
         return tensor_of(self.node).storage_offset() - tensor_of(self.base).storage_offset()
 
     def dims_of_base(self) -> tuple[int, ...] | None:
-        """The same dimensions of the base, where these are all of its elements."""
+        """The same dimensions of the base; None if the view does not cover all of its elements."""
         base, dims = tensor_of(self.base), list[int]()
         for size, stride in zip(self.sizes, self.strides):
             alike = (
@@ -74,7 +74,7 @@ class View:
 
 
 def view_of(node: fx.Node, dims: tuple[int, ...] = (0, 1, 2, 3), passed: Nodes = ()) -> View:
-    """A node, or what it is a copy of."""
+    """The view of a node, or of the source if the node is a copy."""
     view = View(node, dims, passed)
     while torch_name(view.base) in _COPIES:
         source: Any = view.base.args[0]
@@ -89,7 +89,7 @@ def view_of(node: fx.Node, dims: tuple[int, ...] = (0, 1, 2, 3), passed: Nodes =
 
 
 def parts_of(view: View) -> list[View]:
-    """The parts of which a view's features are joined, in order; none where they are not."""
+    """The parts that are joined to a view's features, in order; empty if there is no join."""
     dims = view.dims_of_base()
     if dims is None:
         return []
@@ -98,7 +98,7 @@ def parts_of(view: View) -> list[View]:
 
 
 def _joined(node: fx.Node, dim: int) -> list[tuple[fx.Node, Nodes]]:
-    """What a `cat`, or an empty tensor that is filled slice by slice, has along a dimension, and what fills it."""
+    """The parts that a `cat`, or a buffer filled by slices, joins along a dimension, with the nodes that fill it."""
     found: list[tuple[fx.Node, Nodes]] = []
     if torch_name(node) in ("new_empty", "empty"):
         found = _filled(node, dim)
@@ -108,7 +108,7 @@ def _joined(node: fx.Node, dim: int) -> list[tuple[fx.Node, Nodes]]:
 
 
 def _is_part(part: Any, whole: fx.Node, along: int = -1) -> bool:
-    """Whether a tensor is as large as another one, but for a dimension, where its size is known."""
+    """Whether two tensors have the same sizes, except along one dimension, where the part's size is static."""
     if not is_tensor(part) or tensor_of(part).dtype != tensor_of(whole).dtype or tensor_of(part).dim() != 4:
         return False
     sizes = enumerate(zip(tensor_of(part).shape, tensor_of(whole).shape))
@@ -116,7 +116,7 @@ def _is_part(part: Any, whole: fx.Node, along: int = -1) -> bool:
 
 
 def _filled(buffer: fx.Node, dim: int) -> list[tuple[fx.Node, Nodes]]:
-    """The sources of `buffer[..., a:b].copy_(source)`, if these fill all of it, each once, before anything reads it."""
+    """The sources of `buffer[..., a:b].copy_(source)`, if they fill each element once before any node reads it."""
     found: list[tuple[int, fx.Node, Nodes]] = []
     for piece in buffer.users:
         write = next(iter(piece.users), piece)

@@ -3,10 +3,10 @@
     keys[b, h, t, :]   = cat(sum_r kv_c[b, t, r] * w_uk[h, :, r],  k_pe[b, t, :])
     values[b, h, t, :] =     sum_r kv_c[b, t, r] * w_uv[h, :, r]
 
-What makes it MLA: the latents do not depend on the head, the weights on neither row nor key, and keys of each head
-are joined with a rotary part that all heads share. Attention is `scaled_dot_product_attention`, or two products
-of `[rows, heads, tokens, width]` with anything between them: the pass only moves brackets,
-`q . (kv_c w_uk) = (q w_uk) . kv_c`, so scale, mask, softmax and dropout stay as they are written.
+Three properties define MLA: the latents do not depend on the head, the weights depend on neither row nor key, and
+each head's keys are joined with a rotary part that all heads share. Attention is `scaled_dot_product_attention`, or two
+products of `[rows, heads, tokens, width]` with any nodes between them. The pass only reassociates the products,
+`q . (kv_c w_uk) = (q w_uk) . kv_c`, so scale, mask, softmax and dropout do not change.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 from mla_compile.passes.rewrite import Refusal
 
 _BETWEEN = 64
-"""How many nodes may lie between scores and weights."""
+"""The most nodes that may lie between scores and weights."""
 _FUSED = "scaled_dot_product_attention"
 
 
@@ -27,9 +27,9 @@ _FUSED = "scaled_dot_product_attention"
 class Expansion:
     """The sum over r of latents `[rows, keys, r]` and a weight `[heads, r, width]`, computed by `node`.
 
-    dims: those of the latents' node along which there are rows, keys, nothing, and r.
-    first, step, within: of the weight's columns, a head has `step`, the first head from `first` on; those that count
-        begin at `within` of them.
+    dims: the latents' dimensions for rows and keys, then those of size 1, then that of r.
+    first, step, within: head h owns the columns from `first + h * step` to `first + (h + 1) * step` of the weight; the
+        expansion uses `width` of them, from `within` on.
     passed: the nodes from `node` to the attention.
     """
 
@@ -57,7 +57,7 @@ class Expansion:
 class Attention:
     """MLA: its two products, `scores` and `node`, which are one node for a fused attention.
 
-    nope, rope: where queries meet the part of the keys of each head and the one that is shared, begin and width.
+    nope, rope: begin and width of the query columns for each head's own part of the keys, and for the shared part.
     """
 
     node: fx.Node
@@ -75,7 +75,7 @@ class Attention:
 
     @property
     def passed(self) -> set[fx.Node]:
-        """The nodes between what is read in place of keys and values, and the attention."""
+        """The nodes between the inputs of the absorbed form and the attention."""
         return {*self.keys.passed, *self.values.passed, *self.shared.passed}
 
     def read_shared(self, x: Any) -> Any:
@@ -89,10 +89,10 @@ def may_be_attention(node: fx.Node) -> bool:
 
 
 def attention_of(node: fx.Node) -> Attention | None:
-    """The attention that a node computes, if that is MLA; None where it does not even look like it.
+    """The MLA attention that a node computes; None if the node does not resemble one.
 
     Raises:
-        Refusal: it looks like it, but cannot be moved to the latents.
+        Refusal: the node resembles MLA, but its products cannot be reassociated.
     """
     fused = torch_name(node) == _FUSED
     scores = node if fused else _scores_behind(argument(node, 0, "input"))
@@ -132,7 +132,7 @@ def _is_by_head(node: Any) -> bool:
 
 
 def _scores_behind(weights: fx.Node) -> fx.Node | None:
-    """The product that attention weights were made of."""
+    """The product from which attention weights are computed."""
     pending, seen = [weights], set[fx.Node]()
     while pending and len(seen) < _BETWEEN:
         source = pending.pop(0)
@@ -145,15 +145,15 @@ def _scores_behind(weights: fx.Node) -> fx.Node | None:
 
 
 def _expansion(part: View, what: str) -> Expansion:
-    """The latents and the weight that make up a part.
+    """The latents and the weight whose product is a part of the keys or values.
 
     Raises:
-        Refusal: it is no such product of them.
+        Refusal: the part is not a product of latents with a weight.
     """
     product = part.base
     name = torch_name(product) or product.name
     if name not in ("linear", "matmul"):
-        reason = "is no matrix product of latents with a weight, so it cannot be moved to the queries"
+        reason = "is not a matrix product of latents with a weight, so it cannot be moved to the queries"
         raise Refusal(f"{what}`{name}` {reason}")
     if name == "linear" and argument(product, 2, "bias") is not None:
         reason = "has a bias, which the absorbed form leaves out: use bias=False"
@@ -164,7 +164,7 @@ def _expansion(part: View, what: str) -> Expansion:
     )
     dims = _dims_of_latents(part, tensor_of(product))
     if dims is None or tensor_of(weight).dim() != 2:
-        reason = "multiplies no latents that all heads share with a weight that all keys share"
+        reason = "does not multiply latents that all heads share with a weight that all keys share"
         raise Refusal(f"{what}`{name}` {reason}")
     columns = _columns(part, tensor_of(product))
     if columns is None:
@@ -174,7 +174,7 @@ def _expansion(part: View, what: str) -> Expansion:
 
 
 def _dims_of_latents(part: View, product: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a product along which a part has rows, keys, and nothing; then the last one."""
+    """The dimensions of a product for a part's rows and keys, then those of size 1, then the last one."""
     rows, _, keys, _ = zip(part.sizes, part.strides)
     found: list[int] = []
     for size, stride in (rows, keys):
@@ -189,7 +189,7 @@ def _dims_of_latents(part: View, product: Tensor) -> tuple[int, ...] | None:
 
 
 def _columns(part: View, product: Tensor) -> tuple[int, int, int] | None:
-    """`first`, `step` and `within` of a part of a product's columns."""
+    """`first`, `step` and `within` of an `Expansion` whose result is this part of a product."""
     (_, heads, _, width), (_, step, _, unit) = part.sizes, part.strides
     begin, columns = part.begin, product.shape[-1]
     if not all(isinstance(n, int) for n in (heads, width, step, begin, columns)) or not same(unit, 1):
