@@ -86,7 +86,7 @@ def test_text_that_a_tokenizer_cannot_read_is_a_named_error(copy):
     words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}}
     (copy / "tokenizer.json").write_text(json.dumps(words))
     (copy / "tokenizer_config.json").unlink()
-    with pytest.raises(MLAError, match="prompt: expected text that the tokenizer takes, got "):
+    with pytest.raises(MLAError, match="prompt: expected text that the tokenizer accepts, got "):
         Checkpoint.load(copy).encode("hello")
 
 

@@ -163,7 +163,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
     def test_what_is_no_number_of_processes(self, size: Any, tmp_path: Path) -> None:
-        expected = f"tensor_parallel_size: expected a number of processes from 1 on, got {size!r}"
+        expected = f"tensor_parallel_size: expected a number of processes >= 1, got {size!r}"
         with pytest.raises(MLAError, match=re.escape(expected)):
             Checkpoint.load(tmp_path, tensor_parallel_size=size)
 
