@@ -20,7 +20,7 @@ from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.ngram import look_up
+from mla_compile.speculate.ngram import lookup_drafts
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
 
@@ -186,7 +186,7 @@ class NgramDrafter(nn.Module):
         """See `Drafter`."""
         if state.history is None:
             raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
-        return look_up(state.history, verified.num_cached + 1, verified.k)
+        return lookup_drafts(state.history, verified.num_cached + 1, verified.k)
 
 
 DRAFTERS = (
