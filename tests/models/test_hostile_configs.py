@@ -186,7 +186,7 @@ def test_a_config_gives_finite_logits_or_an_error_that_names_the_setting(checkpo
         ({"eos_token_id": "[" * 100_000}, "expected a readable JSON object, got one nested too deeply"),
         ({"eos_token_id": "true"}, "eos_token_id: expected a token id"),
         ({"quantization_config": '{"quant_method": "fp8", "weight_block_size": [true, 1]}'}, "quantization_config: "),
-        ({"n_routed_experts": "60000"}, "n_routed_experts: expected as many experts as the "),
+        ({"n_routed_experts": "60000"}, "n_routed_experts: expected at most as many experts as the files have "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_the_file_and_the_setting(checkpoints, texts, changes, expected):

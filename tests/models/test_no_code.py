@@ -118,10 +118,10 @@ def in_a_chat_template(path: Path) -> None:
 
 # With what it is refused; None where it loads and the code is passed over.
 PLACES = {
-    in_the_tokenizer: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
-    in_the_tokenizer_the_old_way: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
-    in_the_tokenizer_of_another_repository: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
-    in_a_tokenizer_without_tokenizer_json: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
+    in_the_tokenizer: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
+    in_the_tokenizer_the_old_way: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
+    in_the_tokenizer_of_another_repository: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
+    in_a_tokenizer_without_tokenizer_json: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
     in_the_config: None,
     in_the_config_of_an_unknown_model: "config.json: model_type: expected one of deepseek_v2",
     in_the_generation_config: None,
