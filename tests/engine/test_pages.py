@@ -14,7 +14,7 @@ def pool(num_pages: int = 9, *, has_drafter: bool = False) -> PagePool:
 
 
 def held(of: PagePool, token_ids: list[int]) -> list[int]:
-    """Pages for so many tokens, all of them cached and final."""
+    """Pages for these tokens, all of them cached and final."""
     pages = of.allocate(of.pages_for(len(token_ids)))
     assert pages is not None
     of.commit(pages, token_ids, len(token_ids))

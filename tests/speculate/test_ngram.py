@@ -159,7 +159,7 @@ def test_text_that_repeats_is_drafted_right() -> None:
 
 
 def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
-    """The host says 7, 8, 9, 7, 8, 9, ..., whatever the logits are."""
+    """The host chooses 7, 8, 9, 7, 8, 9, ... for any logits."""
     served = ngram_engine(without_mtp(), 3)
 
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: list[Completion]) -> torch.Tensor:
