@@ -28,7 +28,9 @@ class EngineCaches:
         """Allocate them; they replace those of an earlier engine."""
         with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             self._model.prepare(config.num_pages)
-            self.specs = cache_specs(self._model, self._drafter)  # `prepare` may have changed a dtype or device
+            self.specs = cache_specs(
+                self._model, self._drafter
+            )  # `prepare` may have changed a dtype or device
             allocate(self.specs, config.num_pages, config.page_size)
         self._allocated = [(spec.layer, spec.cache) for spec in self.specs]
 

@@ -260,9 +260,7 @@ def _check_quantize(quantize: object, dequantize: object, block: tuple[int, int]
         raise MLAError("quantize, dequantize", "one of the two", "both", "leave one out")
     if quantize is not None and block not in (None, (BLOCK, BLOCK)):
         hint = "leave it out, and they are dequantised"
-        raise MLAError(
-            "quantize", f"weights without FP8, or FP8 in blocks of {BLOCK} x {BLOCK}", block, hint
-        )
+        raise MLAError("quantize", f"weights without FP8, or FP8 in blocks of {BLOCK} x {BLOCK}", block, hint)
 
 
 def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory: Path) -> None:

@@ -169,9 +169,7 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
     except BaseException as error:  # tokenizers raises bare `Exception` for a malformed file, and panics
         if not is_request_error(error):
             raise
-        expected = (
-            "a tokenizer that the tokenizers library can read, with the tokens of the files beside it"
-        )
+        expected = "a tokenizer that the tokenizers library can read, with the tokens of the files beside it"
         raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _HINT) from error
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer

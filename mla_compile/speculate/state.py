@@ -139,7 +139,7 @@ class DecodeState:
     def decode_batch(
         self, num_cached: Tensor, q_lens: Tensor, q_len: int, *, page_size: int, backend: str | None
     ) -> tuple[MLABatch, Tensor]:
-        """`q_len` tokens per row after `num_cached`, `q_lens` `[rows]` of them valid, as a batch; and their positions."""
+        """`q_len` tokens per row after `num_cached`, `q_lens` `[rows]` of them valid, as a batch, and the positions."""
         segment, positions = decode_segment(
             num_cached,
             self.block_table,

@@ -152,7 +152,12 @@ def guess(
 
 @pytest.mark.parametrize(
     "sampling",
-    [None, pytest.param(SAMPLED, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), WITH_LOGPROBS],
+    [
+        None,
+        pytest.param(SAMPLED, marks=pytest.mark.slow),
+        pytest.param(MIXED, marks=pytest.mark.slow),
+        WITH_LOGPROBS,
+    ],
     ids=["greedy", "sampled", "mixed", "penalised"],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,7 +198,9 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
     grammars = [grammar("json_schema"), grammar("regex"), None]
     guess(monkeypatch, ids(plain(grammars, WITH_LOGPROBS)), PROMPTS, wrong=4)
     scratch = FromScratch(one_layer_model())
-    for prompt, one, params, completion in zip(PROMPTS, grammars, WITH_LOGPROBS, run(k, grammars, WITH_LOGPROBS)):
+    for prompt, one, params, completion in zip(
+        PROMPTS, grammars, WITH_LOGPROBS, run(k, grammars, WITH_LOGPROBS)
+    ):
         emitted: list[int] = []
         for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
             text = prompt + emitted

@@ -132,7 +132,9 @@ def test_a_refused_call_names_the_owning_thread_and_changes_nothing(
     first = mine.add(PROMPTS[0], max_new_tokens=LENGTH)
     completions = [[], *mine.stream(PROMPTS[1:2], max_new_tokens=LENGTH, choose=choose)][-1]
     (error,) = errors
-    assert error.name == "engine" and "the second while MainThread" in error.got and "one thread" in error.hint
+    assert (
+        error.name == "engine" and "the second while MainThread" in error.got and "one thread" in error.hint
+    )
     finish(mine)
     assert completions[0].token_ids == expected[1]
     left = name == "async"  # its iteration has ended, so it is aborted when the step ends

@@ -194,7 +194,7 @@ def test_nobody_is_asked(report):
 
 @pytest.mark.parametrize("plant", PLACES, ids=lambda plant: plant.__name__)
 def test_code_that_is_needed_is_refused_by_name_and_other_code_passed_over(report, plant):
-    errors = report["errors"][plant.__name__]
-    assert (errors is None) == (PLACES[plant] is None)
-    if errors is not None:
-        assert PLACES[plant] in errors
+    error = report["errors"][plant.__name__]
+    assert (error is None) == (PLACES[plant] is None)
+    if error is not None:
+        assert PLACES[plant] in error

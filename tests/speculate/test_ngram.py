@@ -68,7 +68,9 @@ def test_drafts_are_those_of_a_plain_search_of_the_text() -> None:
         for row, text in enumerate(texts):
             history[row, : len(text)] = torch.tensor(text)
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
-        assert lookup_drafts(history, lengths, k).tolist() == [prompt_lookup(text, k) for text in texts], texts
+        assert lookup_drafts(history, lengths, k).tolist() == [prompt_lookup(text, k) for text in texts], (
+            texts
+        )
 
 
 @pytest.mark.parametrize(
