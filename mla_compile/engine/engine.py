@@ -389,7 +389,7 @@ class Engine:
                 self.abort(request)
             self._under_way.clear()
             if self._ranks is not None and self._caches.are_in_place() and not self._is_closed:
-                self._ranks.say(["close"])
+                self._ranks.broadcast(["close"])
             self._is_closed = True
 
     def _enqueue(self, request: Request) -> None:
