@@ -239,9 +239,7 @@ def test_layers_that_the_files_do_not_hold_are_refused_before_one_is_built(
     path = checkpoints["v2"]
     (path / "config.json").write_text(written(texts["v2"], {"num_hidden_layers": str(layers)}))
     monkeypatch.delattr("mla_compile.models.checkpoint.MLAForCausalLM")
-    with pytest.raises(
-        MLAError, match=r"num_hidden_layers: .* no tensor of layer 3"
-    ):
+    with pytest.raises(MLAError, match=r"num_hidden_layers: .* no tensor of layer 3"):
         load_model(path)
 
 
