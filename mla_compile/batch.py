@@ -1,8 +1,8 @@
-"""What a model's forward reads and gives: which of its packed tokens are decode rows and which are prompt chunks, where
-they live, and the hidden states that come of them.
+"""The inputs and outputs of a model's forward: the decode rows and prompt chunks of a batch, their places in the cache,
+and the resulting hidden states.
 
 The three classes of a batch are pytree nodes: their tensors are the leaves, so
-`tree_map(lambda t: t.to(device), batch)` moves a batch and `torch.export` takes one as an argument.
+`tree_map(lambda t: t.to(device), batch)` moves a batch and `torch.export` accepts one as an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from mla_compile.torch_internals import refuse
 
 @dataclass(frozen=True, eq=False)
 class DecodeSegment:
-    """Rows that decode, each with the same number of query tokens; `decode_segment` makes one.
+    """Decode rows, each with the same number of query tokens; `decode_segment` builds one.
 
-    seq_lens: keys visible to a row's last valid query token, that one included and those before it in this call, int32
+    seq_lens: keys visible to a row's last valid query token, including itself and this call's tokens before it, int32
         `[rows]`; 0 for an inactive row.
     block_table: int32 `[rows, max_pages]`.
     slot_mapping: int64 `[rows * q_len]`; -1 writes nowhere.
-    page_size: tokens a page, those of the cache that the pages and slots belong to.
+    page_size: tokens per page of the cache that the pages and slots belong to.
     q_len: query tokens per row in this call, >= 1.
-    q_lens: valid query tokens per row where they differ, int32 `[rows]`, or None.
+    q_lens: valid query tokens per row if they differ, int32 `[rows]`, or None.
     backend: the decode backend to use, by name; None is the automatic choice.
     """
 
@@ -41,18 +41,18 @@ class DecodeSegment:
 
 @dataclass(frozen=True, eq=False)
 class PrefillSegment:
-    """Prompt chunks, packed one after the other; `prefill_segment` makes one.
+    """Prompt chunks, packed one after the other; `prefill_segment` builds one.
 
     cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
     seq_lens: context and chunk together, int32 `[rows]`.
     block_table: int32 `[rows, max_pages]`.
     slot_mapping: int64 `[tokens]`; -1 writes nowhere.
-    key_slots: the slots of all keys that the chunks see, the new ones too, row after row, int64 `[parts, keys]`; -1 for
-        padding. Keys are expanded a part at a time. There is one part, but for contexts of very many tokens: then each
-        of the others has many tokens of one row's context, and the last one all that is left.
-    cu_seqlens_k: prefix sums of the rows' keys in each part, int32 `[parts, rows + 1]`. A row of padding has none.
+    key_slots: the slots of all keys that the chunks see, the new ones included, row after row, int64 `[parts, keys]`;
+        -1 for padding. Keys are expanded one part at a time. Very long contexts are cut into several parts: each has
+        many tokens of one row's context, and the last one has the rest of all rows. Other batches have one part.
+    cu_seqlens_k: prefix sums of the rows' keys in each part, int32 `[parts, rows + 1]`. A padding row has none.
     host_lens: int32 `[rows, 2]` on the CPU: a chunk's length and its `seq_lens`.
-    page_size: tokens a page, those of the cache that the pages and slots belong to.
+    page_size: tokens per page of the cache that the pages and slots belong to.
     """
 
     cu_seqlens_q: Tensor
@@ -67,10 +67,10 @@ class PrefillSegment:
 
 @dataclass(frozen=True, eq=False)
 class MLABatch:
-    """A call's decode rows, prompt chunks or both; a segment that the batch lacks is None, never empty.
+    """A call's decode rows, prompt chunks or both; an absent segment is None, never empty.
 
     Raises:
-        MLAError: something else than a segment, no segment, or two of different page sizes.
+        MLAError: an argument that is not a segment, no segment, or two of different page sizes.
     """
 
     decode: DecodeSegment | None = None
@@ -88,7 +88,7 @@ class MLABatch:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page, of both segments."""
+        """Tokens per page, the same for both segments."""
         segment = self.decode or self.prefill
         assert segment is not None
         return segment.page_size
@@ -101,7 +101,7 @@ def _check_segment(name: str, segment: object, kind: type) -> None:
 
 
 def _register(kind: type, *, static: Sequence[str]) -> None:
-    """Make a dataclass a pytree node whose leaves are its fields, but for the `static` ones and those that are None."""
+    """Register a dataclass as a pytree node; its leaves are its fields except `static` ones and None."""
     names = [field.name for field in fields(kind)]
 
     def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
@@ -111,7 +111,7 @@ def _register(kind: type, *, static: Sequence[str]) -> None:
 
     def unflatten(children: Any, context: tuple[Any, ...]) -> Any:
         present, rest = context
-        # Unchecked: torch puts other things than tensors in the place of leaves.
+        # Without `__post_init__`'s checks: torch may replace leaves by other objects than tensors.
         value: Any = object.__new__(kind)
         for name, child in (*dict.fromkeys(names).items(), *zip(present, children, strict=True), *rest):
             object.__setattr__(value, name, child)
@@ -139,15 +139,15 @@ _register(MLABatch, static=())
 
 
 class ForwardOutput(NamedTuple):
-    """What a model's forward gives, of the same tokens throughout.
+    """The result of a model's forward; all tensors are of the same tokens.
 
     hidden: the hidden states after the final norm, `[tokens, hidden_size]`.
-    aux: the outputs of the layers that were asked for as `aux_layers`, in their order, each `[tokens, hidden_size]`.
+    aux: the outputs of the requested `aux_layers`, in their order, each `[tokens, hidden_size]`.
     """
 
     hidden: Tensor
     aux: tuple[Tensor, ...] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardOutput":
-        """With `change` made to each tensor."""
+        """Apply `change` to each tensor."""
         return ForwardOutput(change(self.hidden), tuple(change(each) for each in self.aux))

@@ -1,8 +1,8 @@
-"""Paged caches: a list that says what each one holds, before any memory is taken.
+"""Specifications of paged caches, which exist before any memory is allocated.
 
-Whatever handles caches reads this list: allocation, the plan of memory, the keys of the prefix cache, the shadow check
-and the check of batch invariance. So a cache of another kind (a drafter's keys, latents in FP8, an indexer's keys) is
-one more entry.
+All code that handles caches reads them: allocation, the memory plan, the keys of the prefix cache, the shadow check and
+the check of batch invariance. So another kind of cache (a drafter's keys, latents in FP8, an indexer's keys) is one
+more entry.
 """
 
 from collections.abc import Iterable
@@ -20,13 +20,13 @@ Owner = Literal["target", "drafter"]
 
 @dataclass(frozen=True, eq=False)
 class CacheSpec:
-    """What one cache holds of each token.
+    """The contents of one cache.
 
-    name: of the layer that has it, "layers.3.self_attn" say; unique in a list.
-    owner: whose latents they are. A drafter's never change the tokens that the target chooses.
-    width: elements of a token, of the type `dtype`, on `device`.
-    layer: reads and writes it as its attribute `kv_cache`; None there until `allocate`.
-    lookahead: tokens after a token on which its entry depends. Prompts share a page only where those agree too.
+    name: of the layer that owns it, such as "layers.3.self_attn"; unique in a list.
+    owner: the part of the model that it serves. A drafter's caches never change the tokens that the target chooses.
+    width: elements per token, of the type `dtype`, on `device`.
+    layer: reads and writes it as its attribute `kv_cache`, which is None until `allocate`.
+    lookahead: number of tokens after a token that its entry depends on. Prompts share a page only if these agree too.
     """
 
     name: str
@@ -59,10 +59,10 @@ class CacheSpec:
 
 
 def allocate(specs: Iterable[CacheSpec], num_pages: int, page_size: int) -> None:
-    """Give every layer a zeroed cache `[num_pages, page_size, width]` of its own, in the place of one it had.
+    """Give every layer its own zeroed cache `[num_pages, page_size, width]`, which replaces the one it had.
 
-    All have the same pages, as one block table serves them. One tensor a layer: a stacked one that is indexed inside a
-    compiled graph was seen to be miscompiled.
+    All have the same page numbers, as one block table serves them. Each layer has its own tensor, since Inductor
+    miscompiled a stacked one that is indexed inside the graph.
 
     Raises:
         MLAError: a number that is not positive, before any cache is replaced.
@@ -72,6 +72,6 @@ def allocate(specs: Iterable[CacheSpec], num_pages: int, page_size: int) -> None
     for spec in specs:
         shape = num_pages, page_size, spec.width
         cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        if not isinstance(spec.layer, nn.Module):  # of a module's buffers the compiler knows that they stay
+        if not isinstance(spec.layer, nn.Module):  # a module's buffers have static addresses already
             mark_cache(cache)
         spec.layer.kv_cache = cache

@@ -1,4 +1,4 @@
-"""A compiled graph refuses the batches that eager refuses, before it runs and in the same words.
+"""Checks the batches of a compiled graph before it runs, with the errors of eager mode.
 
 While Dynamo traces, a batch has no values, and the number of tokens of a mixed batch is a sum of two unknown sizes,
 which no guard compares: `torch_internals.run_check` misses both.
@@ -19,9 +19,9 @@ _NAMES = tuple(argument.name for argument in attention_op._schema.arguments)
 
 
 def checks_of(gm: fx.GraphModule) -> list[Check]:
-    """A check of each batch in a Dynamo graph whose tensors are inputs of the graph; it takes those of a call.
+    """A check for each batch of a Dynamo graph whose tensors are graph inputs; it is called with a call's inputs.
 
-    On GPUs no values are read, so mixed batches alone are checked there.
+    On GPUs no values are read, so only mixed batches are checked there.
     """
     position = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     checks: dict[str, Check] = {}
@@ -52,7 +52,7 @@ def _check(
     num_tokens: Callable[[Sequence[Any]], int] | None,
     has_values: bool,
 ) -> Check:
-    """positions, constants: which inputs the cache and the fields of the segments are, and what the others are."""
+    """positions, constants: the cache and the segments' fields, as indices of inputs or as constants."""
 
     def check(inputs: Sequence[Any]) -> None:
         given = {name: inputs[i] for name, i in positions.items()} | constants
@@ -70,7 +70,7 @@ def _check(
 
 
 def checked(run: Callable[..., Any], checks: list[Check]) -> Callable[..., Any]:
-    """`run`, which checks first."""
+    """`run`, with the checks before it."""
     if not checks:
         return run
 

@@ -1,6 +1,6 @@
-"""Ending this process at once, whatever its main thread waits for: by `os._exit`, at which Python runs nothing more.
+"""Ends this process at once, whatever its main thread waits for, by `os._exit`, which runs no Python cleanup.
 
-It imports no torch: the command can be interrupted before that is there.
+It imports no torch, so that the command can be interrupted while torch is imported.
 """
 
 import os
@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""The exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 before_end: list[Callable[[], Any]] = []
-"""What is called first: files to delete, children to kill. It may be called by any thread, and by two at once."""
+"""Called first, to delete files or kill children. Any thread may call these, and two threads at once."""
 
 _ending = threading.Lock()
 
@@ -27,7 +27,7 @@ def end_now(what: str, status: int) -> NoReturn:
             call()
     # Not by `sys.stderr`, which may be in the middle of a line. A terminal shows "^C", or a bar that hides the cursor.
     before = b"\x1b[?25h\n" if os.isatty(2) else b""
-    _ending.acquire(timeout=1)  # and never released: one thread says the last line
+    _ending.acquire(timeout=1)  # never released: only one thread prints its line
     with suppress(OSError):
         os.write(2, before + f"mla-compile: {what}\n".encode())
     os._exit(status)
@@ -44,10 +44,10 @@ def interrupted(*_: object) -> None:
 
 @contextmanager
 def ending_at_ctrl_c(applies: Callable[[], bool]) -> Iterator[None]:
-    """Inside, Ctrl-C ends this process, also while the main thread is in C, where no handler runs.
+    """Inside, Ctrl-C ends this process, also while the main thread is in C code, where no Python handler runs.
 
-    applies: whether it does so yet, as others may have set a handler of their own. In another thread than the main one
-        nothing is changed: signals are not heard there.
+    applies: whether Ctrl-C should end the process at that moment, as other code may have set its own handler. Outside
+        the main thread this does nothing: Python handles signals only there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,19 +55,19 @@ def ending_at_ctrl_c(applies: Callable[[], bool]) -> Iterator[None]:
     signals, wakes = socket.socketpair()
     wakes.setblocking(False)
     before = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
-    hearer = threading.Thread(target=_hear, args=(signals, applies), name="ctrl-c", daemon=True)
-    hearer.start()
+    listener = threading.Thread(target=_listen, args=(signals, applies), name="ctrl-c", daemon=True)
+    listener.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
         wakes.close()  # which ends the thread
-        hearer.join()
+        listener.join()
         signals.close()
 
 
-def _hear(signals: socket.socket, applies: Callable[[], bool]) -> None:
-    """signals: which this process has got, a byte for each."""
+def _listen(signals: socket.socket, applies: Callable[[], bool]) -> None:
+    """signals: receives a byte for each signal of this process."""
     while got := signals.recv(64):
         if signal.SIGINT in got and applies():
             end_now("interrupted", INTERRUPTED)

@@ -1,8 +1,8 @@
-"""The settings of an engine and of its checkpoint: each is declared here, once, and nothing here imports torch.
+"""Declares the settings of an engine and of its checkpoint, each once, without importing torch.
 
 To add a setting, add its type to `EngineSettings` and its field, with a line of documentation, to `EngineFields`. From
 there it reaches `Engine`, `mla_compile.generate`, `accelerate`, the server, Ray, other ranks, and the commands that its
-field names. A check that an integer's `least` does not say goes to `EngineConfig.__post_init__`.
+field names. Checks other than an integer's `least` and `most` belong in `EngineConfig.__post_init__`.
 """
 
 from dataclasses import dataclass, fields
@@ -44,7 +44,7 @@ class EngineSettings(TypedDict, total=False):
 
 
 def with_drafts(settings: EngineSettings, *, has_mtp: bool) -> EngineSettings:
-    """The settings with a number of drafts, which fits the model where none, or None, is given.
+    """The settings with a number of drafts: by default, or for None, one that fits the model.
 
     has_mtp: whether the checkpoint has an MTP layer.
     """
@@ -56,7 +56,7 @@ def with_drafts(settings: EngineSettings, *, has_mtp: bool) -> EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """How a checkpoint is loaded: settings of commands, and of a server. See `Checkpoint.load`."""
+    """How commands and the server load a checkpoint. See `Checkpoint.load`."""
 
     tokenizer: Path | None = setting(
         None,
@@ -94,7 +94,7 @@ class CheckpointSettings:
     )
 
     def of_checkpoint(self) -> dict[str, Any]:
-        """Arguments of `Checkpoint.load`."""
+        """The arguments of `Checkpoint.load`."""
         import torch
 
         chosen = {each.name: getattr(self, each.name) for each in fields(CheckpointSettings)}
@@ -107,38 +107,34 @@ class EngineFields:
 
     Args:
         num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
-        drafter: what proposes them: "mtp", the model's MTP layer, "ngram", a look-up of the last tokens in the
-            request's own text, or a `DrafterKind` of one's own. None for the MTP layer where there is one, else the
-            look-up.
+        drafter: what proposes them: "mtp", the model's MTP layer; "ngram", prompt lookup of the last tokens in the
+            request's own text; or a custom `DrafterKind`. None: the MTP layer if there is one, else "ngram".
         max_rows: requests that run at once; others wait.
-        max_model_len: tokens of a request at most, prompt included; no more than the model has positions, where it
-            says how many (see `ServedModel`). None: 2048, or as many as those.
+        max_model_len: maximum number of tokens of a request, prompt included; at most the model's number of positions,
+            if it has one (see `ServedModel`). None: 2048, or fewer if the model has fewer positions.
         page_size: tokens per cache page.
         num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
-            `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
-            part of their prompt (but see `batch_invariant`); at least as many as one request needs.
-        max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
-            512 more than `max_rows` decode rows take.
-        prefix_caching: whether prompts reuse cached pages of others that begin alike.
+            `max_model_len` tokens. With fewer, a request that finds no page is preempted and runs again later, with its
+            emitted tokens as part of its prompt (but see `batch_invariant`); at least as many as one request needs.
+        max_tokens_per_step: maximum number of query tokens of a step; a longer prompt takes several steps. By default
+            2048, or 512 more than the tokens of `max_rows` decode rows if that is larger.
+        prefix_caching: whether prompts reuse cached pages of others with the same beginning.
         compile: False runs everything eagerly.
-        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, one with prompts
-            in it too, after `warm_up` or once prompts have come beside 16 steps of rows that decode. Before that steps
-            with prompts run eagerly: a few batches need few of them, and compiling them takes as long as compiling the
-            others. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers) they always
-            do; with `batch_invariant` they never do.
-        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
-            `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
-            run.
-        capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-            recorded: its batches run uncaptured. Steps with prompts take no more than half of it; further sizes of
-            prompts run uncaptured. 0 captures nothing. None for no limit: there are few sizes of either, and graphs
-            share memory.
+        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step. Steps with
+            prompts are captured after `warm_up`, or after 16 steps that mix prompts and decode rows. Until then they
+            run eagerly: a few batches need few of them, and compiling them takes as long as compiling the others. They
+            always run eagerly if no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers),
+            and never with `batch_invariant`.
+        decode_backend: the decode backend of steps, compiled or not; None selects the fastest. The engine rejects one
+            that this device or `compile` rules out; the first step rejects one that the model's sizes rule out.
+        capture_budget: bytes of device memory for CUDA graphs. Once they hold this many, no further number of rows is
+            captured: its batches run uncaptured. Steps with prompts use at most half of it; further sizes of prompts
+            run uncaptured. 0 captures nothing. None for no limit: both have few sizes, and graphs share memory.
         batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
-            beside any others, in every dtype: whatever `max_rows`, the drafts and `max_tokens_per_step` are, with
-            pages of others or without, in every process on the same model of GPU with the same versions. All steps are
-            compiled then, those with prompts too; prompts share only pages that prompts have filled, not what others
-            have said; and requests begin once there are pages for their longest text. Not for `compile=False` or models
-            with recurrent layers.
+            beside any others, in every dtype: for any `max_rows`, drafts and `max_tokens_per_step`, with shared pages
+            or without, in every process on the same model of GPU with the same versions. It compiles all steps, those
+            with prompts included; prompts share only pages that prompts have filled, not emitted tokens; and requests
+            begin once there are pages for their longest text. Not for `compile=False` or models with recurrent layers.
 
     Raises:
         MLAError: a bad argument, named.
@@ -157,7 +153,7 @@ class EngineFields:
     drafter: "DrafterName | DrafterKind | None" = setting(
         None,
         "generate serve",
-        "What drafts. mtp: the MTP layer; ngram: a look-up in the text so far.",
+        "What drafts. mtp: the MTP layer; ngram: prompt lookup in the text so far.",
         kind=DrafterName | None,
         show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
     )
@@ -219,7 +215,7 @@ class EngineFields:
 
 
 def check_settings_of(config: EngineFields) -> None:
-    """Check each value by its field's type and bounds.
+    """Check each value against its field's type and bounds.
 
     Raises:
         MLAError: a value of another type, or out of bounds.

@@ -1,12 +1,12 @@
-"""Rows of a step in, a batch for one's own compiled module out: `pack_batch`.
+"""`pack_batch`: packs the rows of a step into a batch for a user's own compiled module.
 
     your rows      r0: 3 tokens, decodes      r1: 5 tokens, a prompt      r2: 2 tokens, decodes
 
     packed         r0 r0 r0 · | r2 r2 · ·     r1 r1 r1 r1 r1 · · ...      · repeats your first token, writes nowhere
                    └ decode rows, q_len 4 ┘   └ prompt chunks ┘
 
-What varies from batch to batch is marked for the compiler, so that all padded batches together make three graphs for
-one `num_speculative_tokens`: decode rows alone, prompts alone, both.
+Sizes that vary are marked for the compiler, so all padded batches together compile three graphs for each
+`num_speculative_tokens`: only decode rows, only prompts, both.
 """
 
 from collections.abc import Sequence
@@ -31,21 +31,21 @@ from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.torch_internals import SizeName, mark_varying, refuse, size_name
 
 MIN_TOKENS = 2
-"""The fewest of either kind, where there are any: Inductor asks of some products whether they have one row."""
+"""The minimum of either kind, if there are any: Inductor specialises some matrix products on one token."""
 MIN_PAGES = 2
-"""The fewest columns of a block table: for CUDA graphs Inductor asks whether a tensor's strides are the same."""
+"""The minimum number of columns of a block table: for CUDA graphs Inductor specialises on equal strides."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What `pack_batch` makes; `out[packed.order]` is the module's output with its tokens in your order.
+    """The result of `pack_batch`; `out[packed.order]` is the module's output with its tokens in your order.
 
     batch: for `mla_attention`.
     positions: of the tokens, int64 `[tokens]`.
-    tensors: the per-token tensors that were given, each `[tokens, ...]`.
-    order: where each token that was given is now, int64 `[sum(query_lens)]`.
-    last: where each row's last token is now, int64 `[len(query_lens)]`. A module that takes it may compute logits for
-        these alone: `head(hidden.index_select(0, last))`.
+    tensors: the packed per-token tensors, each `[tokens, ...]`.
+    order: the packed index of each of your tokens, int64 `[sum(query_lens)]`.
+    last: the packed index of each row's last token, int64 `[len(query_lens)]`. A module may use it to compute only
+        these tokens' logits: `head(hidden.index_select(0, last))`.
     """
 
     batch: MLABatch
@@ -66,38 +66,38 @@ def pack_batch(
     backend: str | None = None,
     pad: bool = True,
 ) -> PackedBatch:
-    """Pack the tokens that rows run in one step, decode rows first, and say which are whose.
+    """Pack the tokens that rows run in one step, decode rows first.
 
         packed = pack_batch([1, 5], [17, 0], block_table, token_ids, has_sampled=[True, False], page_size=16)
         logits = compiled(*packed.tensors, packed.positions, packed.batch)[packed.order]
 
     A row decodes if it has sampled since its latents were last built and has at most `1 + num_speculative_tokens`
-    query tokens; all others are prompt chunks. Attention is exact on both ways; decode is the quick one for few
-    tokens, prefill for many. Call it outside of what you compile, and call the module in one grad mode: each of
-    `no_grad`, `inference_mode` and neither is a graph to torch.
+    query tokens; all others are prompt chunks. Decode and prefill compute the same attention; decode is faster for few
+    tokens, prefill for many. Call `pack_batch` outside of compiled code, and call the module in one grad mode: torch
+    compiles a graph for each of `no_grad`, `inference_mode` and neither.
 
     Args:
         query_lens: tokens of each row in this step, >= 1.
-        num_cached: tokens that each row holds in the cache before it, >= 0.
+        num_cached: tokens of each row in the cache before this step, >= 0.
         block_table: pages of each row, int32 `[rows, max_pages]`, on the device of the model. Page 0 is the dummy page,
             which belongs to no row.
-        per_token: tensors `[sum(query_lens), ...]`, the rows' tokens one after the other: token ids, say.
+        per_token: tensors `[sum(query_lens), ...]` of the rows' tokens, one row after the other, such as token ids.
         has_sampled: whether a row has sampled a token since its latents were last built. A prompt has not, nor a row
             that was preempted and runs again.
-        page_size: tokens a page of the cache.
-        num_speculative_tokens: drafts of a step, k >= 0: rows that decode have up to 1 + k query tokens.
+        page_size: tokens per page of the cache.
+        num_speculative_tokens: drafts of a step, k >= 0: decode rows have up to 1 + k query tokens.
         backend: the decode backend to use, by name; None is the automatic choice.
-        pad: give every decode row 1 + k query tokens, and round the number of decode rows up to a power of two and
-            that of prompt tokens up to one of four sizes for a factor of two, so that few CUDA graphs serve all
-            batches. Padding sees nothing and writes nowhere. Without it each number of query tokens is a graph of its
-            own, and one token is padded to two all the same. Decode rows then have as many query tokens as the longest;
-            of a backend that takes one length only, the shortest rows decode and the others prefill.
+        pad: give every decode row 1 + k query tokens, round the number of decode rows up to a power of two, and round
+            the number of prompt tokens up to one of four sizes per factor of two, so that few CUDA graphs serve all
+            batches. Padding sees nothing and writes nowhere. False: each number of query tokens is a graph of its own,
+            but one token is still padded to two. Decode rows then have as many query tokens as the longest; if the
+            backend supports only one length, the shortest rows decode and the others prefill.
 
     Raises:
-        MLAError: an argument that is not so, by name, or a backend that cannot serve.
+        MLAError: a bad argument, named, or a backend that does not support the call.
     """
     if torch.compiler.is_compiling():
-        hint = "call it before the compiled module, and give that packed.tensors and packed.batch"
+        hint = "call it before the compiled module, and pass packed.tensors and packed.batch to that"
         refuse("pack_batch", "a call outside of compiled code", "one inside of it", hint)
     validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
     validate.row_lengths("query_lens", query_lens, num_cached, block_table, page_size)
@@ -107,11 +107,11 @@ def pack_batch(
     given: tuple[object, ...] = per_token
     for i, tensor in enumerate(given):
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != sum(query_lens):
-            expected = f"a tensor [{sum(query_lens)}, ...], the tokens of query_lens one after the other"
+            expected = f"a tensor [{sum(query_lens)}, ...] with all tokens of query_lens"
             raise MLAError(f"per_token[{i}]", expected, validate.shown(tensor))
     device = block_table.device
     block_table = pad_table(block_table, columns=MIN_PAGES - block_table.shape[1])
-    # Of the automatic choice, what the first one takes that runs on the device.
+    # For the automatic choice: that of the first backend that runs on the device.
     call = Call(*describe_device(device), captured=True if backend is None else None)
     support = select_backend(call, backend).chosen.query_len_support
     layout = classify(
@@ -123,7 +123,7 @@ def pack_batch(
         least = MIN_TOKENS if layout.q_len == 1 else 1
         num_rows = max(least, padded_rows(len(lens)) if pad else len(lens))
         padding = [0] * (num_rows - len(lens))
-        # Always given, so that rows of one length are no graph of their own; a UNIFORM backend would flatten them.
+        # Always given, so that rows of equal length need no separate graph; a UNIFORM backend would flatten them.
         all_valid = support is QueryLenSupport.UNIFORM and {*lens, *padding} == {layout.q_len}
         decode, _ = decode_segment(
             _upload(held + padding, torch.int32, device),
@@ -151,10 +151,10 @@ def pack_batch(
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Rows by their index, in the order given.
+    """The split of a batch. Rows are given by index, in their original order.
 
     decode: rows of the decode segment.
-    q_len: query tokens of each of them, padding included; 0 where there is none.
+    q_len: query tokens of each of them, padding included; 0 if there are none.
     prefill: rows of the prefill segment.
     """
 
@@ -171,15 +171,15 @@ def classify(
     support: QueryLenSupport,
     padded: bool,
 ) -> RowLayout:
-    """Deal rows to decode and prefill.
+    """Split rows into decode and prefill.
 
     Rows that have not sampled since their latents were last built prefill, whatever their length.
 
     Args:
         query_lens: query tokens of each row in this step, >= 1.
         has_sampled: of each row, see `pack_batch`.
-        threshold: up to so many are decode, >= 1.
-        support: of the decode backend. SINGLE_ONLY takes what VARLEN does, flattened.
+        threshold: maximum number of query tokens of a decode row, >= 1.
+        support: of the decode backend. SINGLE_ONLY accepts the same rows as VARLEN, flattened.
         padded: give all rows `threshold` query tokens, so that one captured shape serves every step. Otherwise a
             UNIFORM backend decodes the rows of the smallest length only.
     """
@@ -197,9 +197,9 @@ def classify(
 
 
 def padded_prompt_tokens(count: int, most: int | None = None) -> int:
-    """The least size that prompts are padded to with room for `count` tokens, `most` being one; 0 for none.
+    """The smallest padded size for `count` prompt tokens, where `most` is also a padded size; 0 for none.
 
-    Each size is captured by itself. There are few, four for a factor of two, and below 128 the multiples of 16.
+    Each size is captured separately. There are few: four per factor of two, and below 128 the multiples of 16.
     """
     unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
     size = -(-count // unit) * unit
@@ -207,7 +207,7 @@ def padded_prompt_tokens(count: int, most: int | None = None) -> int:
 
 
 def fitting_prompt_tokens(room: int) -> int:
-    """The largest size that prompts are padded to that is not above `room`; `room` itself below all of them."""
+    """The largest padded size that is at most `room`; `room` itself if all are larger."""
     unit = max(16, 1 << (room.bit_length() - 3)) if room > 16 else 16
     return room // unit * unit or room
 
@@ -220,10 +220,10 @@ def prompt_padding(
     pad: bool,
     most: int | None = None,
 ) -> dict[str, int]:
-    """The sizes that `prefill_segment` pads chunks to: few, as a CUDA graph is recorded for each; the least without.
+    """The sizes that `prefill_segment` pads to: few, as a CUDA graph is recorded for each; the minimum without `pad`.
 
-    Chunks are padded to a power of four, those of padding included; keys, where some are cached, to a power of two.
-    capacity: tokens of a row at most. most: see `padded_prompt_tokens`.
+    The number of chunks, padding chunks included, is padded to a power of four; keys, if some are cached, to a power of
+    two. capacity: maximum tokens of a row. most: see `padded_prompt_tokens`.
     """
     if not pad:
         return {"num_tokens": MIN_TOKENS}
@@ -239,14 +239,14 @@ def prompt_padding(
 
 
 def padded_rows(count: int) -> int:
-    """The power of two that a number of rows is padded to, >= 1."""
+    """The smallest power of two that is at least `count`, the padded number of rows."""
     return 1 << (count - 1).bit_length()
 
 
 def _rows(
     rows: list[int], query_lens: Sequence[int], num_cached: Sequence[int], block_table: Tensor
 ) -> tuple[list[int], list[int], Tensor]:
-    """What is given of some of the rows."""
+    """The lengths, cached tokens and block table of some of the rows."""
     table = block_table.index_select(0, _upload(rows, torch.int64, block_table.device))
     return [query_lens[row] for row in rows], [num_cached[row] for row in rows], table
 
@@ -262,8 +262,8 @@ def _order(
     decode: DecodeSegment | None,
     prefill: PrefillSegment | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where the rows' tokens go, which of them each packed token is, the first one for padding, its position, and where
-    each row's last token goes."""
+    """Four index tensors: the packed index of each token; for each packed token its source token (the first one for
+    padding) and its position; the packed index of each row's last token."""
     num_decode_tokens = 0 if decode is None else decode.slot_mapping.shape[0]
     num_prefill_tokens = 0 if prefill is None else prefill.slot_mapping.shape[0]
     starts, end = [0] * len(query_lens), num_decode_tokens
@@ -282,7 +282,7 @@ def _order(
 
 
 def _mark(packed: PackedBatch) -> None:
-    """Tell the compiler which sizes vary from batch to batch, and which of them are the same."""
+    """Mark for the compiler which sizes vary from batch to batch, and which of them are equal."""
     decode, prefill = packed.batch.decode, packed.batch.prefill
     names: dict[str, SizeName] = {}
 

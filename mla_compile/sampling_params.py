@@ -1,4 +1,4 @@
-"""What a request asks of sampling. Importing it takes no torch, so that the command checks flags at once."""
+"""The sampling parameters of a request. The module imports no torch, so that the command checks flags at once."""
 
 import sys
 from collections.abc import Sequence, Set
@@ -10,36 +10,36 @@ from mla_compile.defaults import setting
 from mla_compile.errors import MLAError
 
 MAX_LOGPROBS = 20
-"""As vLLM's `max_logprobs` by default: `SamplingParams.logprobs` at most."""
+"""The maximum of `SamplingParams.logprobs`, vLLM's default `max_logprobs`."""
 
 MAX_N = 16_384
-"""Completions of a prompt at most, as in vLLM: each one is a request."""
+"""The maximum number of completions of a prompt, as in vLLM: each one is a request."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and what is told of them. Things happen in this order:
+    """How one request's tokens are chosen, and which log-probabilities are returned. They apply in this order:
 
-    logprobs: None tells nothing; n >= 0 tells the log-probability, by the model's own logits, of each chosen token and
+    logprobs: None returns none; n >= 0 returns the log-probability, by the model's own logits, of each chosen token and
         of the n most likely ones (`Completion.logprobs`).
-    repetition_penalty: the logits of ids in the prompt or the text so far are divided by it where positive, else
-        multiplied; 1 changes nothing. frequency_penalty: is subtracted from an id's logit as often as the text so far,
-        without the prompt, has it. presence_penalty: is subtracted once if the text so far has it. Greedy rows obey
-        these three as well, and of a draft's position the drafts before it belong to the text.
-    temperature: 0 is greedy, and what follows has no effect.
+    repetition_penalty: divides positive logits of ids in the prompt or the text so far, and multiplies the others; 1
+        changes nothing. frequency_penalty: is subtracted from an id's logit once per occurrence in the text so far,
+        without the prompt. presence_penalty: is subtracted once if the text so far has the id. These three apply to
+        greedy rows too. The text before a draft's position includes the drafts before it.
+    temperature: 0 is greedy, and the parameters below have no effect.
     min_p: keep ids at least this probable, relative to the most likely one; 0 keeps all.
     top_k: of those, keep the k most likely ids; 0 keeps all.
     top_p: of those, keep the smallest set of most likely ids with at least this share of their probability; 1 keeps
         all.
     seed: any integer in [0, 2**63).
 
-    When it ends:
+    They end a completion:
 
-    max_tokens: at most so many; None leaves it to the call (`max_new_tokens`).
-    stop: strings that end the text where one appears first. `Completion.text` ends before it, `token_ids` with the
+    max_tokens: maximum number of new tokens; None uses the call's `max_new_tokens`.
+    stop: strings; the first occurrence of one ends the text. `Completion.text` ends before it, `token_ids` with the
         token that completes it. Needs an engine with a tokenizer.
     stop_token_ids: ids that end the text, besides the call's `stop_ids`, which are the model's end-of-sequence ids;
-        ignore_eos leaves out those.
+        ignore_eos ignores the latter.
     n: completions of the prompt, at most 16,384, with the seeds `seed`, `seed + 1`, ....
     """
 
@@ -92,14 +92,14 @@ class SamplingParams:
             raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
             raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")
-        # As a float: a fraction may be less than any of these.
+        # Converted, as a positive fraction may be 0 as a float.
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1 or not float(self.top_p):
             raise MLAError("top_p", "a number in (0, 1]", self.top_p, "1 keeps every token")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise MLAError("seed", "an integer in [0, 2**63)", self.seed)
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise MLAError("min_p", "a number in [0, 1]", self.min_p, "0 keeps every token")
-        # vLLM takes any number above 0; beyond these, float32 logits overflow.
+        # vLLM accepts any number above 0; beyond these bounds float32 logits overflow.
         if not _is_number(self.repetition_penalty) or not 1e-30 <= self.repetition_penalty <= 1e30:
             expected = "a number > 0, in [1e-30, 1e30]"
             raise MLAError("repetition_penalty", expected, self.repetition_penalty, "1 is no penalty")
@@ -111,7 +111,7 @@ class SamplingParams:
             not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS
         ):
             expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
-            raise MLAError("logprobs", expected, self.logprobs, "0 tells of the chosen token only")
+            raise MLAError("logprobs", expected, self.logprobs, "0 returns that of the chosen token only")
         self._check_end()
 
     def _check_end(self) -> None:
@@ -134,9 +134,9 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def copies(self, first_seed: int | None = None) -> list["SamplingParams"]:
-        """What each of the n completions is sampled with, alone.
+        """The parameters of each of the n completions, with `n=1`.
 
-        first_seed: of the first one, in place of `seed`.
+        first_seed: replaces `seed` for the first one.
         """
         first = self.seed if first_seed is None else first_seed
         return [replace(self, n=1, seed=first + i) for i in range(self.n)]
@@ -148,7 +148,7 @@ class SamplingParams:
 
 
 def check_token_ids(name: str, ids: object, vocab_size: int | None = None) -> None:
-    """Raises `MLAError` for what is no list or set of token ids, of a vocabulary if one is given."""
+    """Raises `MLAError` unless `ids` is a list or set of token ids, of the vocabulary if one is given."""
     if not isinstance(ids, Sequence | Set):
         raise MLAError(name, "a list of token ids", type(ids).__name__)
     for token in ids:

@@ -1,4 +1,4 @@
-"""What a user may have meant by a name that does not exist: another program's word for it, else a close spelling."""
+"""Suggestions for an unknown name: our name for another program's word, else a close spelling."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -54,11 +54,11 @@ _ELSEWHERE = {
     "generate": "run chat cli complete completion infer run-batch",
     "serve": "server api-server start",
 }
-"""The words of vLLM, SGLang, llama.cpp, transformers and OpenAI's API for flags and commands, by ours."""
+"""The names that vLLM, SGLang, llama.cpp, transformers and OpenAI's API have for our flags and commands."""
 
 
 def suggestions(name: str, here: Collection[str]) -> list[str]:
-    """Those of the names `here` that a user may have meant by `name`, the likeliest first; none if nothing is alike."""
+    """The names in `here` that a user may have meant by `name`, the likeliest first; empty if none is similar."""
     words = {each.lstrip("-").lower(): each for each in here}
     word = name.lstrip("-").lower().replace("_", "-")
     if word in words:
@@ -71,6 +71,6 @@ def suggestions(name: str, here: Collection[str]) -> list[str]:
 
 
 def did_you_mean(name: str, here: Collection[str]) -> str:
-    """A sentence to append to an error, or nothing."""
+    """A sentence to append to an error, or an empty string."""
     found = suggestions(name, here)
     return f". Did you mean {' or '.join(found)}?" if found else ""

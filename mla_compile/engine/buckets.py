@@ -1,4 +1,4 @@
-"""Buckets: which there are, and the report of what became of each."""
+"""Buckets: the captured shapes, and the report of how each was compiled and captured."""
 
 from dataclasses import dataclass
 
@@ -6,25 +6,25 @@ MIB = 2**20
 
 
 def row_sizes(max_rows: int) -> list[int]:
-    """The numbers of rows that buckets have, ascending: the powers of two below `max_rows`, and `max_rows`."""
+    """The row counts of buckets, ascending: the powers of two below `max_rows`, and `max_rows`."""
     return [*(1 << i for i in range((max_rows - 1).bit_length())), max_rows]
 
 
 @dataclass
 class Bucket:
-    """One captured shape of one step, and what came of it; `rows * q_len + prompt_tokens` tokens.
+    """One shape of one step, of `rows * q_len + prompt_tokens` tokens, and how it was captured.
 
     step: "greedy" or "sampled", with what else is compiled in ("greedy, penalties, 5 logprobs"); "mixed, greedy" with
-        prompts; where tokens are chosen on the host its halves, "verify" and "advance, greedy", ....
-    num_stop_ids: places for stop ids in a row, which are compiled in.
+        prompts; "verify" and "advance, greedy", ... for the halves of a step whose tokens are chosen on the host.
+    num_stop_ids: places for stop ids per row, which are compiled in.
     prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
     num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
-    num_bytes: by which its recording made the graphs' memory pool and the driver's own memory grow. A bucket fits in
-        the pool of a larger one that was recorded before it. The driver says only what the whole device uses:
-        what another process takes in that moment counts as well.
-    compile_seconds: of Dynamo and Inductor, in its first calls; 0 where an earlier bucket had compiled the step.
-    capture_seconds: the rest of the calls that warmed it up and recorded it; choosing among Triton's tile sizes is in
-        the first bucket's.
+    num_bytes: growth of the graphs' memory pool and of the driver's own memory while it was recorded. A bucket fits in
+        the pool of a larger one that was recorded before it. The driver reports the memory use of the whole device,
+        so allocations of other processes at that moment are included.
+    compile_seconds: time in Dynamo and Inductor during its first calls; 0 if an earlier bucket had compiled the step.
+    capture_seconds: the rest of the calls that warmed it up and recorded it; the first bucket's includes autotuning of
+        Triton's tile sizes.
     why_not: why it is not captured.
     """
 
@@ -45,16 +45,16 @@ class Bucket:
     def outcome(self) -> str:
         if self.num_graphs:
             return "captured"
-        return f"uncaptured: {self.why_not or 'it is recorded when it is called again'}"
+        return f"uncaptured: {self.why_not or 'it is recorded on its next call'}"
 
 
 @dataclass(frozen=True)
 class CaptureReport:
     """What an engine compiled and captured; as text a table.
 
-    buckets: those that were used, in the order of their first use.
+    buckets: the buckets used, in the order of their first use.
     budget: bytes, see `Engine`; None for no limit.
-    why_not: why nothing can be captured; None where it can.
+    why_not: why nothing can be captured; None if capturing is possible.
     """
 
     buckets: list[Bucket]

@@ -12,9 +12,10 @@ from mla_compile.speculate.drafter import cache_specs
 
 
 class EngineCaches:
-    """specs: what the caches of a model and its drafter hold.
+    """The caches of a model and its drafter.
 
-    lookahead: tokens after a page on which what they hold in it depends.
+    specs: one for each cache.
+    lookahead: number of tokens after a page that the page's contents depend on.
     """
 
     def __init__(self, model: ServedModel, drafter: Drafter | None) -> None:
@@ -24,18 +25,20 @@ class EngineCaches:
         self._allocated: list[tuple[Any, Tensor]] = []
 
     def allocate(self, config: FittedConfig) -> None:
-        """Allocate them, in the place of those of an earlier engine."""
-        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
+        """Allocate them; they replace those of an earlier engine."""
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             self._model.prepare(config.num_pages)
-            self.specs = cache_specs(self._model, self._drafter)  # what it moved has another dtype or device
+            self.specs = cache_specs(
+                self._model, self._drafter
+            )  # `prepare` may have changed a dtype or device
             allocate(self.specs, config.num_pages, config.page_size)
         self._allocated = [(spec.layer, spec.cache) for spec in self.specs]
 
     def are_in_place(self) -> bool:
-        """Whether the layers have these caches."""
+        """Whether the layers still hold these caches."""
         return all(layer.kv_cache is cache for layer, cache in self._allocated)
 
     def are_of_all_layers(self) -> bool:
-        """Whether the model has the layers that it had."""
+        """Whether the model still has the same layers."""
         layers = [spec.layer for spec in cache_specs(self._model, self._drafter)]
         return layers == [layer for layer, _ in self._allocated]

@@ -1,4 +1,4 @@
-"""Which buckets are captured, within a byte budget, and what the first calls of each one cost."""
+"""Captures buckets as CUDA graphs within a byte budget, and measures the first calls of each."""
 
 import time
 from collections import Counter
@@ -31,19 +31,20 @@ CALLS_TO_RECORD = 2
 
 SPENT = "the budget is spent"
 LONG = f"prompts of more than {MAX_KEYS:,} keys, whose kernels take longer than the host does"
-REFUSED = "torch recorded no graph; TORCH_LOGS=cudagraphs tells why"
+REFUSED = "torch recorded no graph; TORCH_LOGS=cudagraphs shows why"
 
 
 class Captures:
-    """Runs compiled steps; the bucket of each state that they are called with is captured while the budget lasts.
+    """Runs compiled steps, and captures the bucket of each state that they are called with while the budget lasts.
 
     Args:
-        config: of the engine. `capture_budget`: once recordings hold so many bytes no further one is begun, and other
-            buckets run the same compiled code uncaptured. Those with prompts, which come first, take no more than half
-            of it. None for no limit.
+        config: of the engine. Once recordings hold `capture_budget` bytes, no further one is begun, and other buckets
+            run the same compiled code uncaptured. Buckets with prompts, which come first, take at most half of it.
+            None for no limit.
         device: of the states.
-        why_not: why nothing can be captured here; None where it can.
-        ranks: of processes that share the model: each has a memory of its own, and rank 0 says whether it is spent.
+        why_not: why nothing can be captured here; None if capturing is possible.
+        ranks: the processes that share the model: each has its own memory, and rank 0 decides for all whether the
+            budget is spent.
     """
 
     def __init__(
@@ -60,32 +61,32 @@ class Captures:
         self._steps: list[_MeasuredStep] = []
 
     def check_again(self) -> None:
-        """Let each step's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
+        """Make each step's next call run Dynamo's guards and torch's checks of addresses, which detect changes."""
         for step in self._steps:
             step.check_again()
 
     def report(self) -> CaptureReport:
-        """What is known by now; it does not change later."""
+        """A snapshot of the buckets so far."""
         buckets = [replace(bucket) for bucket in self._buckets.values()]
         return CaptureReport(buckets, self._budget, self.why_not)
 
     def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled step, or half of one, with its captures within the budget and its first calls measured.
+        """Wrap a compiled step, or half of one: capture it within the budget, and measure its first calls.
 
-        It is called with a `DecodeState` and what else `step` takes, a mixed step's `PackedChunks` first. Once a
-        bucket's graph is recorded, and it is the whole of a call, a call with the same arguments replays it without the
-        compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` each bucket's
-        next call passes them. What the model does on the host is not repeated in a replay.
+        The wrapper takes a `DecodeState` and the other arguments of `step`, a mixed step's `PackedChunks` first. Once a
+        recorded graph makes up a whole call of a bucket, a call with the same arguments replays it without the compiled
+        step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` each bucket's next
+        call runs them. A replay does not repeat what the model does on the host.
         """
         self._steps.append(_MeasuredStep(self, name, step))
         return self._steps[-1]
 
     def uncaptured(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled step, or part of one, of which no graph is recorded."""
+        """Wrap a compiled step, or part of one, so that no graph is recorded for it."""
         return step if self.why_not else _recording(step, False)
 
     def why_not_recorded(self, bucket: Bucket) -> str | None:
-        """Why no graph of a bucket is recorded when it is first called; None where one is."""
+        """Why no graph of a bucket is recorded when it is first called; None if one is."""
         if self.why_not is not None:
             return self.why_not
         if bucket.prompt_keys > MAX_KEYS:
@@ -93,7 +94,7 @@ class Captures:
         return SPENT if self._is_spent(of_prompts=bucket.prompt_tokens > 0) else None
 
     def _is_spent(self, *, of_prompts: bool) -> bool:
-        """Whether no further bucket is recorded, of steps with prompts or of others."""
+        """Whether the budget is spent, for steps with prompts or for the others."""
         if self._budget is None:
             return False
         prompts = sum(bucket.num_bytes for bucket in self._buckets.values() if bucket.prompt_tokens)
@@ -112,7 +113,7 @@ class _MeasuredStep:
     """See `Captures.measured`.
 
     _checked: by shape, how to call the step, once it has passed Dynamo's guards and torch's checks.
-    _graphs: by shape, what a call replays, where that is all that it does.
+    _graphs: by shape, the graph that makes up a whole call; None if a call does more.
     """
 
     def __init__(self, captures: Captures, name: str, step: Callable[..., Any]) -> None:
@@ -126,7 +127,7 @@ class _MeasuredStep:
         sizes = (0, 0, 0)
         if args and isinstance(args[0], PackedChunks) and not self._captures.why_not:
             sizes = args[0].sizes
-        shape = *state.stop_ids.shape, *sizes  # all that tells one bucket of this step from another
+        shape = *state.stop_ids.shape, *sizes  # identifies the bucket of this step
         call = self._checked.get(shape)
         return self._check(shape, state, *args) if call is None else call(state, *args)
 
@@ -134,7 +135,7 @@ class _MeasuredStep:
         self._checked.clear()
 
     def _check(self, shape: _Shape, *args: Any) -> Any:
-        """Call the compiled step itself, and learn how to call it from now on."""
+        """Call the compiled step itself, and store how later calls run it."""
         captures = self._captures
         bucket, num_calls = captures.bucket(self._name, shape), self._num_calls[shape]
         if not num_calls:
@@ -143,16 +144,16 @@ class _MeasuredStep:
         seconds, num_graphs = compile_seconds(), self._num_graphs()
         if num_calls < CALLS_TO_RECORD:
             result = self._measure(bucket, call, *args)
-        else:  # after `check_again`: it has been measured, which makes the host wait
+        else:  # after `check_again`: no need to measure again, which would make the host wait
             result = call(*args)
             bucket.compile_seconds += compile_seconds() - seconds
-        # What was compiled anew is recorded anew, by the next call.
+        # The next call records what was compiled again.
         self._num_calls[shape] = 1 if compile_seconds() > seconds else num_calls + 1
         if bucket.why_not:
             self._checked[shape] = self._uncaptured
         elif self._num_calls[shape] >= CALLS_TO_RECORD:
             graph = last_cuda_graph(captures.device)
-            # What torch refused to record leaves the graph of another call behind.
+            # If torch refused to record, the last graph is that of another call.
             if graph is not self._graphs.get(shape) and self._num_graphs() == num_graphs:
                 graph = None
             self._graphs[shape] = graph
@@ -164,7 +165,7 @@ class _MeasuredStep:
         return 0 if self._captures.why_not else num_cuda_graphs(self._captures.device)
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
-        """Call, and add what it cost to the bucket's sums."""
+        """Call, and add its time and memory to the bucket's sums."""
         before = self._read()
         kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
         what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
@@ -177,12 +178,12 @@ class _MeasuredStep:
             bucket.num_bytes += max(0, int(pool))
             if graphs > 0:
                 bucket.num_graphs += int(graphs)
-                # A warm-up's growth would be the code of kernels, which it is the first to load.
+                # Not for warm-ups: they load the kernels' code, which would be counted.
                 bucket.num_bytes += max(0, int(driver))
         return result
 
     def _read(self) -> tuple[float, float, int, int, int]:
-        """Seconds of a clock, and those of `compile_seconds`; the numbers of `cuda_graph_usage`."""
+        """Clock seconds, `compile_seconds`, and the three numbers of `cuda_graph_usage`."""
         usage = 0, 0, 0
         if self._captures.why_not is None:
             torch.cuda.synchronize(self._captures.device)
@@ -191,7 +192,7 @@ class _MeasuredStep:
 
 
 def _replaying(graph: torch.cuda.CUDAGraph, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The step, past all checks where it is called with these arguments."""
+    """Replays the graph, without any checks, for calls with these arguments; calls the step for others."""
 
     def run(*given: Any) -> Any:
         same = all(mine is theirs for mine, theirs in zip(args, given, strict=True))

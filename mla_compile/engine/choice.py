@@ -17,7 +17,7 @@ ChooseTargets = Callable[[DecodeState, Tensor, Tensor | None], Tensor]
 
 
 class RankZeroFailed(Exception):
-    """Rank 0 could not choose tokens: there is no step."""
+    """Rank 0 could not choose tokens, so the step does not take place."""
 
 
 def choose_on_host(
@@ -55,7 +55,7 @@ def choose_on_host(
 
 
 def _check_chosen(chosen: object, counts: Tensor, vocab_size: int) -> None:
-    """Raises `MLAError` where a `TokenChooser` gave no tokens `[rows, n]`; counts: bool, the places that matter."""
+    """Raises `MLAError` unless a `TokenChooser` returned tokens `[rows, n]`; counts: bool, the places that matter."""
     expected = f"int64 {list(counts.shape)} of ids in [0, {vocab_size})"
     if not isinstance(chosen, Tensor):
         raise MLAError("choose", expected, repr(chosen))

@@ -1,4 +1,4 @@
-"""What becomes of one prompt."""
+"""The completion of one prompt."""
 
 from dataclasses import dataclass, field
 
@@ -7,20 +7,20 @@ from mla_compile.engine.reports import Logprob
 
 @dataclass
 class Completion:
-    """What became of one prompt, or of one of several completions of it.
+    """The completion of one prompt, or one of its `SamplingParams.n` completions.
 
-    token_ids: the generated tokens, a stop id included where one ended the row.
+    token_ids: the generated tokens, including the stop id if one ended the row.
     finish_reason: "stop" (a stop id or a stop string), "length" (max_tokens or the model's length), "abort", "error"
         (see `error`), None while it runs.
     num_steps: verify steps that the row took part in.
-    num_prefills: tokens that came of the prompt instead: the first one, and one after each preemption.
+    num_prefills: tokens sampled by prefill instead: the first one, and one after each preemption.
     text: of the tokens, special ones left out, up to a stop string; it is what the pieces of a `TextStream` join to.
         None while it runs, and in an engine without a tokenizer.
-    logprobs: for each token, the log-probabilities of the chosen one and of the `SamplingParams.logprobs` most likely
-        ones, by token id, as in vLLM; the chosen one comes first and, if it is not among the likely ones, makes one
-        more. None where they were not asked for.
-    error: why this prompt alone could not go on after these tokens: its grammar allows none, the model's logits are NaN
-        or infinite, or the host's work on it failed. None where all went well.
+    logprobs: for each token, the log-probabilities of the chosen token and of the `SamplingParams.logprobs` most likely
+        ones, by token id, as in vLLM; the chosen token comes first and, if it is not among the likely ones, is one
+        more. None if they were not requested.
+    error: why this completion alone ended early: its grammar allows no token, the model's logits are NaN or infinite,
+        or the host's work on it failed. None without an error.
     draft_positions: for each token, which draft of its step it was, from 1 on, and 0 for a step's last token, which the
         model itself chose.
     prompt_index: which of a call's prompts it completes; index: which of that prompt's `SamplingParams.n`.
@@ -46,5 +46,5 @@ class Completion:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens emitted per verify step, 1..k+1; None where no step was taken."""
+        """Mean tokens emitted per verify step, 1..k+1; None before the first."""
         return (len(self.token_ids) - self.num_prefills) / self.num_steps if self.num_steps else None

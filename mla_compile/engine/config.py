@@ -1,4 +1,4 @@
-"""What an engine is set to: one frozen object that the engine, the command and integrations share."""
+"""The configuration of an engine: one frozen object that the engine, the command and integrations share."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,7 +15,7 @@ from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.suggest import suggestions
 
 DEFAULT_TOKENS_PER_STEP = 2048
-"""Decode rows and prompts together. It bounds the activations, and how long a prompt delays the rows that decode."""
+"""Of decode rows and prompts together. It bounds the activations, and how long a prompt delays decode rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class EngineConfig(EngineFields):
         if self.batch_invariant and not self.compile:
             hint = "leave one of the two out"
             raise MLAError(
-                "compile", "True with batch_invariant=True, which compiled steps keep", False, hint
+                "compile", "True with batch_invariant=True, which needs compiled steps", False, hint
             )
         if self.compile:
             resolve_settings(self.mode, self._options)
@@ -40,18 +40,18 @@ class EngineConfig(EngineFields):
 
     @property
     def captures(self) -> bool:
-        """Whether CUDA graphs are recorded, where the device has them."""
+        """Whether CUDA graphs are recorded on a device that has them."""
         return self.compile and bool(resolve_settings(self.mode, None).get("triton.cudagraphs"))
 
     @property
     def compile_settings(self) -> dict[str, Any]:
-        """How `torch.compile` is told of them: it takes a mode or options, not both."""
+        """The arguments of `torch.compile`, which accepts a mode or options, not both."""
         if self._options is None:
             return {"mode": self.mode}
         return {"options": resolve_settings(self.mode, self._options)}
 
     def fitted_to(self, model: ServedModel) -> "FittedConfig":
-        """These settings for one model, with numbers for what was left open.
+        """These settings for one model, with defaults filled in.
 
         Raises:
             MLAError: a setting that the model or its device rules out, named.
@@ -62,7 +62,7 @@ class EngineConfig(EngineFields):
         k, given = self.num_speculative_tokens, self
         if model.is_recurrent:
             given = self._fitted_to_recurrent(longest)
-        device = describe_device(model.device)  # what else a backend may lack shows when the model runs
+        device = describe_device(model.device)  # other constraints are checked when the model runs
         call = Call(*device, captured=self.captures, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
         num_pages = given.num_pages or 1 + self.max_rows * pages_per_row
@@ -80,7 +80,7 @@ class EngineConfig(EngineFields):
         return FittedConfig(
             **settings
             | {
-                # Where nothing drafts, nothing is asked of the model.
+                # Without drafts the model need not support any drafter.
                 "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
                 "max_model_len": longest,
                 "num_pages": num_pages,
@@ -90,14 +90,12 @@ class EngineConfig(EngineFields):
         )
 
     def _fitted_to_recurrent(self, longest: int) -> "EngineConfig":
-        """A row keeps one block of pages, by which its state is found, and its prompt runs in one piece."""
+        """A row keeps one block of pages, which locates its state, and its prompt runs in one piece."""
         if self.batch_invariant:
-            expected = "False for a model with recurrent layers, whose kernels promise no such thing"
+            expected = "False for a model with recurrent layers, whose kernels are not batch-invariant"
             raise MLAError("batch_invariant", expected, True)
         if self.num_speculative_tokens > 0:
-            expected = (
-                "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"
-            )
+            expected = "0 for a model with recurrent layers, whose state cannot roll back a rejected draft"
             raise MLAError("num_speculative_tokens", expected, self.num_speculative_tokens)
         for name in ("num_pages", "max_tokens_per_step"):
             if getattr(self, name) is not None:
@@ -107,9 +105,9 @@ class EngineConfig(EngineFields):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedConfig(EngineConfig):
-    """Settings for one model: nothing is left open.
+    """Settings for one model, with all defaults filled in.
 
-    pages_per_grant: cache pages that one page of the scheduler stands for.
+    pages_per_grant: cache pages per page of the scheduler.
     """
 
     drafter: DrafterKind
@@ -119,10 +117,10 @@ class FittedConfig(EngineConfig):
     pages_per_grant: int
 
     def build_drafter(self, model: ServedModel) -> Drafter | None:
-        """The one drafter of an engine; None where nothing drafts.
+        """The drafter of an engine; None without drafts.
 
         Raises:
-            MLAError: it asks for a layer that the model does not give.
+            MLAError: it reads the output of a layer that the model's forward does not return.
         """
         k = self.num_speculative_tokens
         if k == 0:
@@ -131,7 +129,7 @@ class FittedConfig(EngineConfig):
         num_layers = getattr(model, "num_aux_layers", 0)
         for layer in getattr(drafter, "aux_layers", ()):
             if type(layer) is not int or not 0 <= layer < num_layers:
-                expected = f"indices of the {num_layers} layers whose outputs the model's forward can give"
+                expected = f"indices of the {num_layers} layers whose outputs the model's forward can return"
                 raise MLAError("aux_layers", expected, repr(layer))
         return drafter
 
@@ -147,17 +145,17 @@ class FittedConfig(EngineConfig):
 
     @property
     def prompt_tokens_per_step(self) -> int:
-        """Prompt tokens of a step that has all rows: steps with fewer rows have as many where prompts are long."""
+        """Prompt tokens of a step in which all rows decode; a step with fewer rows pads long prompts to as many."""
         return self.max_tokens_per_step - self.max_rows * (1 + self.num_speculative_tokens)
 
 
 def max_model_len_of(given: int | None, positions: int | None, default: int = DEFAULT_MAX_MODEL_LEN) -> int:
-    """The `max_model_len` of a model with so many positions; by default as many as it has, `default` at most.
+    """The `max_model_len` of a model; by default the number of its positions, at most `default`.
 
-    positions: None for no limit.
+    positions: the model's number of positions; None for no limit.
 
     Raises:
-        MLAError: more than it has.
+        MLAError: more than the model has.
     """
     if given is None:
         return default if positions is None else min(default, positions)
@@ -167,10 +165,10 @@ def max_model_len_of(given: int | None, positions: int | None, default: int = DE
 
 
 def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineConfig:
-    """What a caller has given: a config, or its keyword arguments.
+    """The config that a caller gave as an object or by keyword arguments.
 
     Raises:
-        MLAError: both, or something else; an unknown name, with what may be meant.
+        MLAError: both, or something else; an unknown name, with the closest known ones.
     """
     names = {f"--{field.name.replace('_', '-')}": field.name for field in fields(EngineConfig)}
     for name in settings:
@@ -183,7 +181,7 @@ def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineCo
     if not isinstance(config, EngineConfig):
         raise MLAError("config", "an EngineConfig or None", type(config).__name__)
     if settings:
-        raise MLAError("config", "None beside other settings", ", ".join(settings), "use dataclasses.replace")
+        raise MLAError("config", "None with other settings", ", ".join(settings), "use dataclasses.replace")
     return config
 
 
@@ -198,7 +196,7 @@ def _check_model(model: object) -> None:
         "is_recurrent",
     )
     if not callable(model) or not all(hasattr(model, name) for name in needed):
-        hint = "give what `load_model` returns, or a model with all that `ServedModel` names"
+        hint = "pass what `load_model` returns, or a model with all members of `ServedModel`"
         raise MLAError("model", "a model that an engine can serve", type(model).__name__, hint)
 
 

@@ -1,8 +1,8 @@
 """Text of tokens: piece by piece as a completion grows, and up to a stop string.
 
 The pieces of a text follow from its tokens alone, however many tokens each step adds. So the pieces of a stream join to
-`Completion.text` for every tokenizer, though decoding all tokens at once may give another text: decoders that read a
-run of byte tokens as a whole replace all of its characters where one is wrong.
+`Completion.text` for every tokenizer, though decoding all tokens at once may give another text: some decoders replace
+all characters of a run of byte tokens if one byte is wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _MAX_PARTS = 4
 
 
 def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]:
-    """What gives the text of token ids, special ones left out."""
+    """The function that decodes token ids to text, special ones left out."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
@@ -35,32 +35,32 @@ def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]
     def decode(token_ids: list[int]) -> str:
         text: object = cast("Any", tokenizer.decode)(token_ids, skip_special_tokens=True)
         if not isinstance(text, str):
-            raise TypeError(f"it gave no text but {type(text).__name__}")
+            raise TypeError(f"it returned {type(text).__name__} instead of text")
         return text
 
     return decode
 
 
 class Detokenizer:
-    """The text of tokens as they come. Bytes of a character that is not complete yet are withheld.
+    """The text of tokens as they arrive. The bytes of an incomplete character are withheld.
 
-    text: all that was given.
+    text: all text returned so far.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._decode = _decoder(tokenizer)
-        # Decoders treat the first token of a text in their own way, so new tokens are decoded behind the last ones.
+        # Decoders treat the first token of a text differently, so new tokens are decoded after the last ones.
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
-        # Whether tokens were seen that complete a character and begin another one. Only byte-level decoders have such.
-        # They join the bytes of all tokens, so more tokens change the last character alone; `_context_text` then has
-        # characters of pending tokens too.
+        # Whether a token was seen that completes a character and begins another one, as byte-level decoders have. They
+        # join the bytes of all tokens, so more tokens change only the last character; `_context_text` then includes
+        # characters of pending tokens.
         self._straddles = False
         self.text = ""
 
     def feed(self, token: int) -> str:
-        """What a token adds to the text.
+        """The text that a token adds.
 
         Raises:
             RequestError: the tokenizer cannot decode the token. Every later call raises too.
@@ -74,13 +74,13 @@ class Detokenizer:
                 return self._give_complete(piece)
             if len(self._pending) < _MAX_PARTS:
                 return ""
-            # The first one is part of no character that may still be completed.
+            # The first one belongs to no character that can still be completed.
             return self._give(self._text_of(self._pending[:1]), 1)
         except BaseException as error:
             raise request_error(f"the tokenizer cannot decode token {token}", error) from error
 
     def finish(self) -> str:
-        """What is withheld, when no more tokens come."""
+        """The withheld text, once no more tokens come."""
         if not self._pending:
             return ""
         try:
@@ -97,17 +97,17 @@ class Detokenizer:
             readings.append(behind[len(self._context_text) :])
             if _REPLACEMENT not in readings[0]:
                 return readings[0]
-        # A wrong byte may spoil its neighbours, or be the context's: the best reading is the one that replaces least.
+        # An invalid byte may corrupt others, or be in the context: the best reading has the fewest replacements.
         readings.append(self._decode(pending))
         readings += (self._decode(pending[:i]) + self._decode(pending[i:]) for i in range(1, len(pending)))
         return min(readings, key=lambda text: text.count(_REPLACEMENT))
 
     def _replaces_less(self, piece: str) -> bool:
-        """Whether characters of a text of the pending tokens are in several of them."""
+        """Whether a character spans several of the pending tokens."""
         return piece.count(_REPLACEMENT) < sum(self._decode([i]).count(_REPLACEMENT) for i in self._pending)
 
     def _give(self, piece: str, count: int) -> str:
-        """Give the text of the first `count` pending tokens."""
+        """Return the text of the first `count` pending tokens."""
         given, self._pending = self._pending[:count], self._pending[count:]
         if piece:
             self._context, self._context_text = given, self._decode(given)
@@ -116,7 +116,7 @@ class Detokenizer:
         return piece
 
     def _give_complete(self, piece: str) -> str:
-        """Give the text of the pending tokens but for the last character, which is not complete."""
+        """Return the text of the pending tokens except the last character, which is not complete."""
         self._pending = [*self._context, *self._pending][-_MAX_PARTS:]
         self._context, self._context_text = [], self._decode(self._pending)[:-1]
         self._straddles = True
@@ -126,16 +126,16 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Found:
-    """A stop string. `num_tokens` of those fed in this call complete it; `text` is all that stands before it."""
+    """A stop string, which the first `num_tokens` tokens of this call complete; `text` is all text before it."""
 
     num_tokens: int
     text: str
 
 
 class TextReader:
-    """Reads a growing text, and finds where it first contains one of some strings, whatever the steps that it grows by.
+    """Reads a growing text, and finds the first stop string in it, however many tokens each call adds.
 
-    stops: the strings, none of them empty.
+    stops: the stop strings, none of them empty.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: Sequence[str] = ()) -> None:
@@ -144,11 +144,11 @@ class TextReader:
 
     @property
     def text(self) -> str:
-        """All that was read."""
+        """All text read so far."""
         return self._known.text
 
     def feed(self, tokens: Sequence[int], *, is_end: bool = False) -> Found | None:
-        """The first place where one of the strings is complete, the earliest beginning among equals.
+        """The stop string that is completed first; among several completed by the same token, the earliest to begin.
 
         is_end: no more tokens come.
 
@@ -173,7 +173,7 @@ class TextReader:
 class TextStream:
     """Text of a growing completion, piece by piece; together the pieces are `Completion.text` in the end.
 
-    stop: the request's stop strings. What may turn out to be the beginning of one is held back.
+    stop: the request's stop strings. Text that may be the beginning of one is withheld.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
@@ -182,7 +182,7 @@ class TextStream:
         self._num_seen = self._num_given = 0
 
     def feed(self, completion: Completion) -> str:
-        """What the completion's new tokens add to the text.
+        """The text that the completion's new tokens add.
 
         Raises:
             RequestError: the tokenizer cannot decode one, and the completion's engine has no tokenizer.

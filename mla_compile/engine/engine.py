@@ -1,8 +1,9 @@
 """The engine: requests -> scheduler -> batch layout -> compiled step -> sampler -> streamed completions.
 
 Requests come and go at any time. Each step runs the rows that decode, k drafts each, and as much of waiting prompts as
-fits beside them (`scheduler.py`); they share pages of the caches (`pages.py`), and rows of decode states (`rows.py`).
-On a device the host plans step i + 1 while step i runs, and reads of step i what was copied meanwhile (`reports.py`).
+fits with them (`scheduler.py`). Requests share the caches' pages (`pages.py`) and the rows of decode states
+(`rows.py`). On a GPU the host plans step i + 1 while step i runs, then reads step i's report, copied meanwhile
+(`reports.py`).
 """
 
 import asyncio
@@ -24,8 +25,8 @@ from mla_compile.engine.leader import LeadingLauncher
 from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Plan, Scheduler
+from mla_compile.engine.single_owner import SingleOwner
 from mla_compile.engine.stats import EngineStats
-from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
 from mla_compile.engine.weights import Weights
 from mla_compile.engine_settings import EngineSettings
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
 class Engine:
     """Serves one model to requests that arrive at any time, up to `max_rows` of them at once.
 
-    Where processes share the model, rank 0 has the engine, and the others run `follow`.
+    If processes share the model, rank 0 has the engine, and the others run `follow`.
 
-    It belongs to one thread at a time: what another one calls while a call runs raises an `MLAError` and changes
-    nothing, `has_work` and `stats` excepted. Between calls it may be handed over.
+    One thread at a time owns it: a call from another thread while a call runs raises an `MLAError` and changes nothing,
+    except for `has_work` and `stats`. Between calls any thread may use it.
 
-    model, config: what it was made of; nothing is left open in the config.
-    report_lag: launches whose reports are held back: one on a device, where the host plans a step while another runs.
+    model, config: what it was built from; the config has all defaults filled in.
+    report_lag: launches whose reports are read later: 1 on a GPU, where the host plans a step while another runs.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Engine:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """An engine of its own caches.
+        """Build an engine with caches of its own.
 
         Args:
             model: its caches are allocated here; they serve one engine at a time, the newest.
             config, settings: an `EngineConfig`, or its keyword arguments.
-            tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
+            tokenizer: the model's; with it, ended completions get their text, and requests may have stop strings.
 
         Raises:
             MLAError: a bad argument, named; a rank above 0.
@@ -77,7 +78,7 @@ class Engine:
         drafter = self.config.build_drafter(model)
         self._caches = EngineCaches(model, drafter)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
-        self._turn = Turn()
+        self._lock = SingleOwner()
         self._is_closed = False
         self._caches.allocate(self.config)
         self._launcher = (
@@ -85,11 +86,11 @@ class Engine:
             if ranks is None
             else LeadingLauncher(model, drafter, self.config, ranks)
         )
-        self._begin_anew()
+        self._restart()
         self._weights = Weights(model if self.config.prefix_caching else None)
 
-    def _begin_anew(self) -> None:
-        """With no request, and nothing known of what the caches hold, on the other ranks too."""
+    def _restart(self) -> None:
+        """Drop all requests and all knowledge of the caches' contents, on the other ranks too."""
         self._scheduler = Scheduler(self.config, self._caches.lookahead)
         self._under_way: deque[Launch] = deque()
         self._is_launching = False  # so other ranks may wait for this one
@@ -110,20 +111,20 @@ class Engine:
         max_drafts: int | None = None,
         client: str | None = None,
     ) -> Request:
-        """Take on a request, which runs with the next steps.
+        """Add a request, which runs with the next steps.
 
         Args:
             prompt: token ids, at least one.
             sampling: of one completion (`n` is 1); greedy by default.
-            max_new_tokens: at most so many, >= 1, where `SamplingParams.max_tokens` says nothing.
+            max_new_tokens: maximum number of new tokens, >= 1; `SamplingParams.max_tokens` takes precedence.
             stop_ids, grammar: see `stream`.
             priority: an integer; lower ones are served first.
-            client: whom the request is of, by any name. Among equal priorities a free row goes to a client with the
+            client: any name for the request's client. Among equal priorities a free row goes to a client with the
                 fewest rows, and the requests of one client, or of none, run in the order of their arrival.
-            max_drafts: of a step, at most so many of its drafts are verified, >= 0; None for all. The tokens stay.
+            max_drafts: maximum number of drafts verified per step, >= 0; None for all. It does not change the tokens.
 
         Raises:
-            MLAError: a bad request, by what is wrong with it; the others go on.
+            MLAError: a bad argument, named; other requests continue.
         """
         if type(priority) is not int:
             raise MLAError("priority", "an integer", repr(priority))
@@ -134,11 +135,11 @@ class Engine:
         request = self._intake.request(prompt, sampling, max_new_tokens, stop_ids, grammar)
         request.priority, request.max_drafts, request.client = priority, max_drafts, client
         request.engine = self
-        self._take_on(request)
+        self._enqueue(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
+        """End a request now, with finish_reason "abort"; a request that has ended stays as it is.
 
         Args:
             request: what `add` returned.
@@ -148,27 +149,28 @@ class Engine:
         """
         if not getattr(request, "has_ended", False) and getattr(request, "engine", None) is not self:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
-        with self._turn:
+        with self._lock:
             self._scheduler.abort(request)
 
     def leave(self, request: Request) -> None:
-        """Abort a request that nobody reads any more; while a call of the engine runs, when that one ends."""
-        self._turn.when_free(lambda: self.abort(request))
+        """Abort a request that is no longer read: now or, while a call of the engine runs, when that call ends."""
+        self._lock.when_released(lambda: self.abort(request))
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work() or bool(self._under_way)
 
     def step(self) -> None:
-        """Launch what can run next, and take in what an earlier launch gave: requests grow and end.
+        """Launch the next step, and apply the reports of an earlier one: requests grow and end.
 
         Raises:
-            MLAError: the model's caches are not this engine's any more: another one's, or moved with the model.
-            Exception: what the model raised; all requests have ended with finish_reason "error" then. Host-side work
-                on one request (text, stop strings, grammars, log-probabilities, choosing its tokens) raises nothing
-                here: it ends that request with "error" and a sentence, and the others go on.
+            MLAError: the model's caches no longer belong to this engine: another engine replaced them, or the model
+                was moved.
+            Exception: what the model raised; all requests have then ended with finish_reason "error". An error in
+                host-side work on one request (text, stop strings, grammars, log-probabilities, choosing its tokens) is
+                not raised: it ends that request with "error" and a message, and the others continue.
         """
-        with self._turn:
+        with self._lock:
             self._check_caches()
             try:
                 self._step()
@@ -177,11 +179,11 @@ class Engine:
                     request.end("error", str(error))
                 if self._is_launching and not self._launcher.has_not_chosen:
                     self._fail_with_others()
-                self._begin_anew()
+                self._restart()
                 raise
 
     def _fail_with_others(self) -> None:
-        """After an error that the other ranks of the model need not have: they end, and this engine is closed."""
+        """After an error that other ranks may not have: end them, and close this engine."""
         if self._ranks is not None:
             self._is_closed = True
             self._ranks.fail()
@@ -192,7 +194,7 @@ class Engine:
         if may_admit and self._weights.have_changed():
             self._scheduler.forget_prefixes()
         plan, lag = self._scheduler.plan(), 0
-        # Where the host chooses tokens it must have those before them.
+        # If the host chooses tokens it needs the previous ones first.
         if plan and not self._launch(plan).on_host:
             lag = self.report_lag
         while len(self._under_way) > lag:
@@ -210,21 +212,21 @@ class Engine:
         return launch
 
     def _collect(self) -> None:
-        """Take in the oldest report."""
+        """Apply the oldest report."""
         launch = self._under_way.popleft()
         reports = launch.report.read()
         self._counts.count_reports(launch.plan, reports)
         self._scheduler.update(launch.plan, reports)
 
     async def turn(self) -> None:
-        """A step if there is anything to do, and a chance for other tasks."""
+        """Run a step if there is work, then let other asyncio tasks run."""
         if self.has_work():
             self.step()
         await asyncio.sleep(0)
 
     @property
     def stats(self) -> EngineStats:
-        """Counters and gauges, a copy; it does not change later."""
+        """A snapshot of counters and gauges."""
         return replace(
             self._counts,
             rows_in_use=self._scheduler.num_running,
@@ -243,7 +245,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         grammars: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt; what `stream` yields in the end.
+        """Complete every prompt; returns the last list that `stream` yields.
 
         Args:
             prompts, sampling, max_new_tokens, stop_ids, grammars: see `stream`.
@@ -254,7 +256,7 @@ class Engine:
         stream = self.stream(
             prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
         )
-        with self._turn:
+        with self._lock:
             last = deque(stream, maxlen=1)
         return last[0] if last else []
 
@@ -274,24 +276,24 @@ class Engine:
             prompts: token ids of each prompt, at least one each.
             sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions,
                 one after the other in the list.
-            max_new_tokens: at most so many tokens a prompt, >= 1, where its `SamplingParams.max_tokens` says nothing;
-                a row also ends at `max_model_len`.
+            max_new_tokens: maximum number of new tokens per prompt, >= 1; a prompt's `SamplingParams.max_tokens` takes
+                precedence. A row also ends at `max_model_len`.
             stop_ids: the model's end-of-sequence ids; a row ends with the first of these that it emits.
-            grammars: what completions may say, for all prompts, or one for each; None for a free one, whose tokens are
-                those it has without grammars beside it. A complete text is followed by a stop id. In a grammar's row
-                `sampling` chooses among the tokens allowed; penalties come before that, and log-probabilities are of
-                all tokens. A row whose grammar allows none ends with finish_reason "error", and the others go on.
-                Prompts that run beside one with a grammar are as slow as with `choose`.
-            choose: picks the tokens on the host, between the two halves of a step; `sampling` is then for the drafts
-                only. Slower: the host waits for every step. What it raises, this stream raises; its requests end, and
-                others go on.
+            grammars: constrain completions: one for all prompts, or one for each. None for no constraint; the tokens of
+                such a prompt do not depend on other prompts' grammars. A stop id follows a complete text. `sampling`
+                chooses among the tokens that the grammar allows; penalties are applied before the mask, and
+                log-probabilities are of all tokens. A row whose grammar allows no token ends with finish_reason
+                "error", and the others continue. A grammar makes the steps of all rows as slow as with `choose`.
+            choose: picks the tokens on the host, between the two halves of a step; `sampling` then applies only to the
+                drafts. Slower: the host waits for every step. Its errors are raised by this stream; the stream's
+                requests end, and others continue.
 
-        The list yielded is the same one each time, its completions growing. Streams may run side by side, and beside
-        other requests. One that is left early aborts its requests.
+        The same list is yielded each time; its completions grow. Streams may run concurrently with one another and with
+        other requests. Leaving a stream early aborts its requests.
 
         Raises:
-            MLAError: a bad argument or prompt, named, before anything runs; later, that another engine has taken over
-                the model's caches.
+            MLAError: a bad argument or prompt, named, before anything runs; later, if another engine has replaced the
+                model's caches.
         """
         requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids, grammars, choose)
         for request in requests:
@@ -307,7 +309,7 @@ class Engine:
         try:
             for request in requests:
                 if request.completion.index == 0 or not self.config.prefix_caching:
-                    self._take_on(request)
+                    self._enqueue(request)
             while True:
                 if progress.has_grown:
                     progress.has_grown = False
@@ -315,7 +317,7 @@ class Engine:
                         if request.failure is not None:
                             raise request.failure
                     while followers and first_of[followers[0].completion.prompt_index].has_begun:
-                        self._take_on(followers.popleft())
+                        self._enqueue(followers.popleft())
                     yield completions
                 elif all(request.has_ended for request in requests):
                     return
@@ -325,23 +327,23 @@ class Engine:
             for request in requests:
                 self.leave(request)
 
-    # --- before and beside requests
+    # --- other than requests
 
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = (), prompts: bool = True
     ) -> CaptureReport:
-        """Compile the step for a kind of sampling, and record it for all numbers of rows.
+        """Compile the step for one kind of sampling, and capture it for all bucket row counts.
 
-        A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. Where CUDA graphs
-        are recorded the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose tokens
-        the host chooses, of grammars say, are compiled when they are first met. No cache is read or written.
+        A kind is: greedy or sampled; with or without penalties; no log-probabilities, up to 5, or up to 20. If CUDA
+        graphs are recorded, the step with prompts is compiled too, and captured on its first calls. Steps whose tokens
+        the host chooses, as with grammars, are compiled on first use. No cache is read or written.
 
         Args:
-            sampling: of the kind; greedy by default.
+            sampling: determines the kind; greedy by default.
             stop_ids: as many as requests will have.
-            prompts: False leaves out the step that has prompts in it. It takes as long as the other one, and requests
-                that all come at once need it a few times only: then it runs eagerly (see `EngineConfig.mode`). In a
-                batch-invariant engine it never does.
+            prompts: False skips the step with prompts. It takes as long to compile as the other one, and requests that
+                all arrive at once need it only a few times: it then runs eagerly (see `EngineConfig.mode`). In a
+                batch-invariant engine it is always compiled.
 
         Raises:
             MLAError: a bad argument, named; requests are under way.
@@ -349,7 +351,7 @@ class Engine:
         params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         check_token_ids("stop_ids", stop_ids, self.model.vocab_size)
         check_boolean("prompts", prompts)
-        with self._turn:
+        with self._lock:
             self._check_idle("warm_up")
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
@@ -362,36 +364,36 @@ class Engine:
             return self.capture_report()
 
     def capture_report(self) -> CaptureReport:
-        """Which numbers of rows were compiled and captured by now, in what time and memory, and why others were not."""
-        with self._turn:
+        """The buckets compiled and captured so far, with their time and memory, and why others were not."""
+        with self._lock:
             return self._launcher.steps.report()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the caches hold, after the model's weights have changed in a way that `Weights` does not notice.
+        """Forget what the caches hold, after the model's weights have changed in a way that `Weights` does not detect.
 
         torch does not count writes through `.data`, NumPy or fused optimizers, for example (docs/serving.md).
 
         Raises `MLAError` while requests are under way.
         """
-        with self._turn:
+        with self._lock:
             self._check_idle("reset_prefix_cache")
-            self._begin_anew()
+            self._restart()
 
     def close(self) -> None:
-        """End all requests, and the engine. Where processes share the model, their `follow` returns.
+        """End all requests and the engine. If processes share the model, their `follow` returns.
 
-        Of an engine that a newer one of the model has replaced, nothing is left to end.
+        If a newer engine of the same model has replaced this one, they keep following the newer one.
         """
-        with self._turn:
+        with self._lock:
             for request in self._scheduler.requests():
                 self.abort(request)
             self._under_way.clear()
             if self._ranks is not None and self._caches.are_in_place() and not self._is_closed:
-                self._ranks.say(["close"])
+                self._ranks.broadcast(["close"])
             self._is_closed = True
 
-    def _take_on(self, request: Request) -> None:
-        with self._turn:
+    def _enqueue(self, request: Request) -> None:
+        with self._lock:
             self._check_caches(layers=True)
             self._scheduler.add(request)
 
@@ -404,20 +406,20 @@ class Engine:
             self.step()
 
     def _check_caches(self, *, layers: bool = False) -> None:
-        """layers: whether the model's own list is looked at too, before a request; a step's time is too dear."""
+        """layers: also check the model's list of layers; done for each request, as it is too slow for each step."""
         if self._is_closed:
-            raise MLAError("engine", "one that is not closed", "a closed one", "make another")
+            raise MLAError("engine", "an open engine", "a closed one", "make another")
         if not self._caches.are_in_place() or (layers and not self._caches.are_of_all_layers()):
             hint = "make an engine after moving the model or changing its layers, and use a model's newest one only"
             raise MLAError("model", "the caches that this engine allocated", "others", hint)
 
 
 def _ranks_of(model: ServedModel) -> Ranks | None:
-    """The processes that share a model, this one of which is rank 0; None where it has the whole model."""
+    """The processes that share a model, of which this one is rank 0; None if this process has the whole model."""
     parallel: Parallel | None = getattr(model, "parallel", None)
     if parallel is None or parallel.ranks is None or parallel.size == 1:
         return None
     if parallel.rank > 0:
         got, hint = f"that of rank {parallel.rank}", "run `mla_compile.follow(model)` there"
-        raise MLAError("model", "rank 0's part, as rank 0 takes requests", got, hint)
+        raise MLAError("model", "the part of rank 0, which takes the requests", got, hint)
     return parallel.ranks

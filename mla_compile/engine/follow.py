@@ -1,4 +1,4 @@
-"""What the ranks above 0 of a model that processes share run: what rank 0's engines tell them."""
+"""The loop of ranks above 0 of a shared model: receive the orders of rank 0's engine, and run them."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,14 +30,14 @@ def follow(model: MLAForCausalLM, *, drafters: Sequence[DrafterKind] = ()) -> Ca
 
     Args:
         model: what `load_model(parallel=...)` returned, on a rank above 0.
-        drafters: kinds of one's own, of which rank 0's engines may have any (`Engine(drafter=...)`).
+        drafters: custom kinds that rank 0's engines may use (`Engine(drafter=...)`).
 
     Returns:
-        What this rank compiled and captured for the last engine; None where there was none.
+        What this rank compiled and captured for the last engine; None if there was none.
 
     Raises:
         MLAError: the model is not shared, or this is rank 0.
-        Exception: what the model raised; rank 0 ends then.
+        Exception: what the model raised; rank 0 then ends.
     """
     ranks = None if model.parallel is None else model.parallel.ranks
     if ranks is None or ranks.rank == 0:
@@ -57,28 +57,33 @@ def follow(model: MLAForCausalLM, *, drafters: Sequence[DrafterKind] = ()) -> Ca
 
 
 class _Follower:
-    """launcher: of rank 0's newest engine. What rank 0 says is the name of a method here and its arguments."""
+    """Runs orders. An order of rank 0 is the name of a method of this class, with its arguments.
+
+    launcher: of rank 0's newest engine.
+    """
 
     def __init__(self, model: MLAForCausalLM, ranks: Ranks, drafters: Sequence[DrafterKind]) -> None:
         self._model, self._ranks, self._drafters = model, ranks, drafters
-        self._requests: dict[int, Request] = {}  # those that run, which stand for rank 0's
+        self._requests: dict[int, Request] = {}  # running ones, by rank 0's id
         self.launcher: Launcher
 
     def run_next_order(self) -> bool:
-        """False: it was the last one, or rank 0 has shut down cleanly."""
-        name, *content = self._ranks.hear() or ["close"]
+        """Returns False after the last one, or when rank 0 has shut down cleanly."""
+        name, *content = self._ranks.receive() or ["close"]
         if name == "close":
             return False
         getattr(self, name)(*content)
         return True
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """An engine of these settings."""
+        """Prepare for a new engine with these settings."""
         name = settings["drafter"]
         kind = next((kind for kind in self._drafters if kind.name == name), None)
         if kind is None:
             names = ", ".join(repr(kind.name) for kind in self._drafters)
-            raise MLAError("drafters", f"rank 0's among {names}", repr(name), "give it to `follow` too")
+            raise MLAError(
+                "drafters", f"rank 0's drafter, one of {names}", repr(name), "pass it to `follow` too"
+            )
         config = EngineConfig(**settings | {"drafter": kind}).fitted_to(self._model)
         drafter = config.build_drafter(self._model)
         EngineCaches(self._model, drafter).allocate(config)
@@ -86,7 +91,7 @@ class _Follower:
         self._requests.clear()
 
     def launch(self, removed: list[int], admitted: Any, grants: Any, decodes: list[int], chunks: Any) -> None:
-        """A plan; see `Plan`."""
+        """Run a `Plan`."""
         requests = self._requests
         ended = [requests.pop(number) for number in removed]
         requests |= {number: _read(content) for number, content in admitted}
@@ -97,7 +102,7 @@ class _Follower:
             [requests[number] for number in decodes],
             [Chunk(requests[number], *chunk) for number, *chunk in chunks],
         )
-        with suppress(RankZeroFailed):  # it says next to begin anew
+        with suppress(RankZeroFailed):  # its next order is `clear`
             self.launcher.launch(plan)
 
     def warm_up(self, variant: dict[str, Any], num_stop_ids: int, prompts: bool) -> None:
@@ -123,5 +128,5 @@ def _read(content: dict[str, Any]) -> Request:
 
 
 def _chosen_by_rank_0(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
-    """Stands for what chooses on the host: launchers take over what rank 0 has chosen."""
+    """A placeholder: launchers receive the tokens that rank 0 chose."""
     raise AssertionError("rank 0 chooses")

@@ -1,6 +1,6 @@
-"""Tokens that follow a grammar: JSON schema, regex or EBNF, matched by llguidance on the host.
+"""Token masks of grammars (JSON schema, regex or EBNF), which llguidance computes on the host.
 
-The mask of a verify step's position j follows from the row's own emitted tokens and its own first j drafts. So it is
+The mask at position j of a verify step follows from the row's own emitted tokens and its own first j drafts. So it is
 the mask that plain decoding would have there, and speculation changes no token.
 """
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 
 MAX_SOURCE = 2**20
-"""Characters of a grammar at most."""
+"""Maximum number of characters of a grammar."""
 _LIMITS = {"max_grammar_size": 20_000, "initial_lexer_fuel": 500_000}
-"""Of llguidance, so that compiling takes a second or two at most. Larger grammars hardly ever go on: its parser gives
-up where thousands of alternatives begin at one place."""
+"""llguidance's limits, so that compiling takes a second or two at most. Larger grammars hardly ever work: its parser
+gives up if thousands of alternatives begin at one place."""
 _TOO_LARGE = re.compile(r"too (big|large|many)|fuel exhausted|row has \d+ items|symbols\.len", re.IGNORECASE)
 
 
 class Grammar:
-    """What a completion may say, compiled for one tokenizer; any number of rows and streams may share it.
+    """The texts that a completion may have, compiled for one tokenizer; rows and streams may share a grammar.
 
-    A row that ends with finish_reason "stop" has said, before its stop id, exactly a text of the grammar; one that ends
-    with "length" has said the beginning of one. "error" is a dead end: the grammar wants what no token can spell.
+    The output of a row that ends with finish_reason "stop" is, before its stop id, a complete text of the grammar; with
+    "length" it is the beginning of one. "error" is a dead end: no token spells what the grammar requires next.
 
     Args:
         source: a grammar in llguidance's JSON or Lark form; usually made by one of the `from_` methods.
         tokenizer: a fast tokenizer of transformers with an end-of-sequence token, as `load_tokenizer` returns.
-        name: what errors call the grammar.
+        name: the grammar's name in errors.
 
     Raises:
         MLAError: a malformed grammar, with llguidance's message; one that is too large, or allows nothing that the
-            tokenizer can spell; a tokenizer that cannot be used; llguidance is not installed.
+            tokenizer can spell; an unsupported tokenizer; llguidance is not installed.
     """
 
     def __init__(self, source: str, tokenizer: "PreTrainedTokenizerBase", name: str = "grammar") -> None:
@@ -55,9 +55,9 @@ class Grammar:
             raise MLAError(name, f"at most {MAX_SOURCE} characters", len(source))
         limits = lib.LLParserLimits(verbose_errors=False, **_LIMITS)
         self._matcher: LLMatcher = lib.LLMatcher(known, source, log_level=0, limits=limits)
-        self._matcher.compute_bitmask()  # the first mask tells whether there is anything to say
+        self._matcher.compute_bitmask()  # fails if the grammar allows no token
         if self._matcher.is_error():
-            raise MLAError(name, "a grammar that llguidance takes", _message(self._matcher))
+            raise MLAError(name, "a grammar that llguidance accepts", _message(self._matcher))
         self.vocab_size: int = known.vocab_size
         self.eos_id: int = known.eos_token
 
@@ -65,10 +65,10 @@ class Grammar:
     def from_json_schema(
         cls, schema: str | bool | dict[str, Any], tokenizer: "PreTrainedTokenizerBase"
     ) -> "Grammar":
-        """Allows the JSON values of a schema, which is JSON text, no key of it twice, or what `json.loads` makes of it.
+        """Allows the JSON values of a schema, given as JSON text without repeated keys or as its `json.loads` result.
 
-        One space at most stands between its words, as small models go on with spaces for ever; a schema's own
-        "x-guidance" (llguidance's options) decides otherwise.
+        Whitespace is at most one space, as small models may emit spaces for ever; a schema's own "x-guidance"
+        (llguidance's options) overrides this.
         """
         lib = _llguidance()
         try:
@@ -95,17 +95,17 @@ class Grammar:
         return cls(source, tokenizer, "ebnf")
 
     def matcher(self, token_ids: Sequence[int] = ()) -> "LLMatcher":
-        """A matcher of a row's own that has read these tokens."""
+        """A new matcher that has consumed these tokens."""
         matcher = self._matcher.deep_copy()
         matcher.consume_tokens(list(token_ids))
         return matcher
 
 
 def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Collection[int]) -> Grammar:
-    """The grammar of one request; errors call it `name`.
+    """The grammar of one request, called `name` in errors.
 
     Raises:
-        MLAError: what is no grammar, one for a larger vocabulary than the model's, no stop id to end a row with.
+        MLAError: not a grammar, a larger vocabulary than the model's, no stop id to end a row with.
     """
     if not isinstance(grammar, Grammar):
         raise MLAError(name, "a Grammar or None", type(grammar).__name__)
@@ -113,19 +113,19 @@ def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Coll
         expected = f"one for a tokenizer of at most the model's {vocab_size} ids"
         raise MLAError(name, expected, grammar.vocab_size, "use the model's own tokenizer")
     if not any(0 <= token < vocab_size for token in stop_ids):
-        expected = "an id of the model's to end a row with, where there are grammars"
-        raise MLAError("stop_ids", expected, list(stop_ids), "give the end-of-sequence id")
+        expected = "with grammars, an id of the model's vocabulary to end a row with"
+        raise MLAError("stop_ids", expected, list(stop_ids), "pass the end-of-sequence id")
     return grammar
 
 
 class GrammarRow:
-    """A row with a grammar: a matcher that has read what the row has emitted, and where the last masks ended.
+    """The grammar state of one row: a matcher that has consumed the emitted tokens, and the dead end of its last masks.
 
     Args:
-        grammar: of the row alone or shared.
+        grammar: may be shared by rows.
         completion: what the row has emitted; it grows.
-        stop_ids: allowed where the text may end, and only there. Other end-of-sequence ids are not.
-        name: what errors call the grammar.
+        stop_ids: allowed only after a complete text. Other end-of-sequence ids are never allowed.
+        name: the grammar's name in errors.
     """
 
     def __init__(
@@ -138,46 +138,46 @@ class GrammarRow:
         self._name = name
         self._num_read = 0
         self._dead_end: tuple[int, str] | None = None
-        """Where the grammar allows no token, or llguidance gives up: after so many of the row's drafts; and why. The
-        row comes there only if they are accepted, as plain decoding would."""
+        """The number of the row's drafts after which the grammar allows no token, or llguidance gives up, and why. The
+        row gets there only if they are accepted, as plain decoding would."""
         self.has_failed = False
-        """Whether the row has ended because its grammar did not go on."""
+        """Whether the row has ended at a dead end of its grammar."""
         self.error: RequestError | None = None
-        """What matching failed with; the row ends with the step's report."""
+        """The error of matching; it ends the row with the step's report."""
 
     @property
     def matcher(self) -> "LLMatcher":
-        """One of the row's own; made here, where an error ends this row alone."""
+        """The row's own matcher; created here, as an error here ends this row alone."""
         if self._matcher is None:
             self._matcher = self.grammar.matcher()
         return self._matcher
 
     def read(self) -> None:
-        """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
+        """Consume the tokens emitted since the last call. They include no stop id, as one ends the row."""
         emitted = self._completion.token_ids
         self.matcher.consume_tokens(list(emitted[self._num_read :]))
         self._num_read = len(emitted)
         self._dead_end = None
 
     def read_draft(self, token: int) -> bool:
-        """Take in a draft if the grammar allows it. Ids that it does not know would put the matcher in an error."""
+        """Consume a draft if the grammar allows it. Ids outside its vocabulary would put the matcher in an error."""
         if token in self.stop_ids or token >= self.grammar.vocab_size:
             return False
         taken: int = self.matcher.try_consume_tokens([token])
         return taken == 1
 
     def give_up(self, num_drafts: int) -> None:
-        """After so many drafts the matcher is in an error: note it, and begin anew."""
+        """Record that the matcher is in an error after `num_drafts` drafts, and restart from the emitted tokens."""
         self._dead_end = num_drafts, _message(self.matcher)
         self._matcher = self.grammar.matcher(self._completion.token_ids)
 
     def fail(self, error: BaseException) -> None:
-        """Note what matching failed with."""
+        """Record the error of matching."""
         self.error = request_error(f"{self._name}: matching failed", error)
 
     def settle(self, report: RowReport) -> RowReport:
-        """The row's report of the step that masks were made for. If it came to a dead end, the stop id that ended it
-        is taken back, and the error says why.
+        """The row's report of the step that had these masks. At a dead end it is without the stop id that ended the
+        row, and with an error that says why.
 
         Raises:
             RequestError: making the masks failed.
@@ -197,16 +197,16 @@ class GrammarRow:
 def allowed_tokens(
     rows: Mapping[int, GrammarRow], drafts: Tensor, *, vocab_size: int, first: Container[int] = ()
 ) -> Tensor:
-    """What a step may say, bool `[rows, n, vocab_size]`: position j follows a row's first j drafts.
+    """The tokens that a step may emit, bool `[rows, n, vocab_size]`: position j follows a row's first j drafts.
 
     Args:
-        rows: those with grammars, by their index in the state. All others may say anything.
+        rows: those with grammars, by their index in the state. All tokens are allowed in other rows.
         drafts: int64 `[rows, n - 1]`, of all rows of the state.
         vocab_size: of the model.
         first: the rows whose first token is to be chosen: it follows no draft.
 
-    At a dead end the stop ids are allowed, which end the row; `GrammarRow.settle` then tells it from a complete text.
-    A row whose matcher fails may say anything: `GrammarRow.settle` ends it.
+    At a dead end the stop ids are allowed, which end the row; `GrammarRow.settle` distinguishes it from a complete
+    text. All tokens are allowed in a row whose matcher fails: `GrammarRow.settle` ends it.
     """
     guesses = drafts.tolist()
     mine = {row: [] if row in first else guesses[row] for row in rows}
@@ -218,18 +218,18 @@ def allowed_tokens(
 
 
 def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int) -> Tensor:
-    """A bit for each id that a row may say at each position, int32 `[len(rows), n, words]`; none at a dead end.
+    """Bitmasks of the ids allowed in each row at each position, int32 `[len(rows), n, words]`; 0 at a dead end.
 
-    All bits are set after a draft that the grammar refuses or that ends the row: nothing is emitted there.
+    All bits are set after a draft that the grammar rejects or that ends the row: nothing is emitted there.
     """
     masks = torch.full((len(rows), n, words), -1, dtype=torch.int32, device="cpu")
-    ahead, j = {}, 0  # those whose grammars have taken their first j drafts
+    ahead, j = {}, 0  # those whose grammars accept their first j drafts
     for i, row in enumerate(rows):
         with _failing_alone(row):
             row.read()
             ahead[i] = row
     while ahead:
-        # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
+        # llguidance fills masks of its tokenizer's size only, and the model's vocabulary may be larger.
         for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
             mine = {i: row for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width}
             masks[list(mine), j] = torch.nn.functional.pad(
@@ -252,7 +252,7 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
 
 
 def _filled(rows: list[GrammarRow], width: int) -> Tensor:
-    """The next token's bits of each row, int32 `[len(rows), width]`; those of a row whose matcher fails are set."""
+    """Each row's mask for the next token, int32 `[len(rows), width]`; all bits are set if a row's matcher fails."""
     from llguidance.numpy import fill_next_token_bitmask_par
 
     masks = torch.zeros(len(rows), width, dtype=torch.int32, device="cpu")
@@ -265,13 +265,13 @@ def _filled(rows: list[GrammarRow], width: int) -> Tensor:
             return masks.fill_(-1)
         if not is_request_error(error):
             raise
-        return torch.cat([_filled([row], width) for row in rows])  # which of them it was
+        return torch.cat([_filled([row], width) for row in rows])  # to find which of them failed
     return masks
 
 
 @contextmanager
 def _failing_alone(row: GrammarRow) -> Iterator[None]:
-    """What fails inside ends this row alone."""
+    """An error inside ends this row alone."""
     try:
         yield
     except BaseException as error:
@@ -279,7 +279,7 @@ def _failing_alone(row: GrammarRow) -> Iterator[None]:
 
 
 def _unpacked(masks: Tensor, rows: list[GrammarRow], vocab_size: int) -> Tensor:
-    """Bits as bool `[len(rows), n, vocab_size]`, with the rows' stop ids in place of llguidance's."""
+    """Masks as bool `[len(rows), n, vocab_size]`, with the rows' stop ids in place of llguidance's."""
     bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
     allowed = (bits & 1).bool().flatten(2)[..., :vocab_size]
     for row, mine, words in zip(rows, allowed, masks, strict=True):
@@ -290,7 +290,7 @@ def _unpacked(masks: Tensor, rows: list[GrammarRow], vocab_size: int) -> Tensor:
 
 
 def _num_words(vocab_size: int) -> int:
-    """How many words of 32 bits have a bit for each id."""
+    """The number of 32-bit words that have a bit for each id."""
     return -(-vocab_size // 32)
 
 
@@ -298,17 +298,17 @@ _tokenizers: WeakKeyDictionary["PreTrainedTokenizerBase", "LLTokenizer"] = WeakK
 
 
 def _known_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "LLTokenizer":
-    """llguidance's view of a tokenizer, made once: it takes some 0.02 s for 3,000 ids, a second for 100,000."""
+    """llguidance's form of a tokenizer, built once: that takes some 0.02 s for 3,000 ids, a second for 100,000."""
     _llguidance()
     from llguidance.hf import from_tokenizer
 
     if getattr(tokenizer, "eos_token_id", None) is None:
-        got = "one without" if hasattr(tokenizer, "eos_token_id") else type(tokenizer).__name__
+        got = "one without it" if hasattr(tokenizer, "eos_token_id") else type(tokenizer).__name__
         raise MLAError("tokenizer", "a tokenizer with an end-of-sequence token", got)
     if tokenizer not in _tokenizers:
         try:
             _tokenizers[tokenizer] = from_tokenizer(tokenizer)
-        except Exception as error:  # whatever the Rust side says
+        except Exception as error:  # of whatever type the Rust side raises
             raise MLAError("tokenizer", "a fast tokenizer that llguidance can read", error) from error
     return _tokenizers[tokenizer]
 
@@ -335,7 +335,7 @@ def _executor() -> "LLExecutor":
 
 
 def _message(matcher: "LLMatcher") -> str:
-    """llguidance's error on one line, or what it means."""
+    """llguidance's error on one line, or a plainer one for known errors."""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
     if text.startswith("NoExtension"):
         return "one that allows no token of the tokenizer"

@@ -1,4 +1,4 @@
-"""From what a caller asks for to requests: everything is checked here, before anything changes."""
+"""Checks the arguments of a caller, and builds requests from them, before anything changes."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Makes the requests of one engine. Its methods' arguments are those of `Engine.add` and `Engine.stream`.
+    """Builds the requests of one engine. Its methods' arguments are those of `Engine.add` and `Engine.stream`.
 
     Raises:
-        MLAError: from each method, a bad argument, named; from `Intake`, what is no tokenizer.
+        MLAError: from each method, a bad argument, named; from `Intake`, `tokenizer` is not a tokenizer.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Intake:
         grammars: Grammar | Sequence[Grammar | None] | None = None,
         choose: TokenChooser | None = None,
     ) -> list[Request]:
-        """One for each completion of each prompt, in their order."""
+        """One request for each completion of each prompt, in their order."""
         if choose is not None and not callable(choose):
             raise MLAError("choose", "a TokenChooser or None", repr(choose))
         if choose is not None and grammars is not None:
-            raise MLAError("choose", "None where there are grammars", type(choose).__name__)
+            raise MLAError("choose", "None with grammars", type(choose).__name__)
         if not isinstance(prompts, Sequence):
             raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
         if sampling is None or isinstance(sampling, SamplingParams):
@@ -73,7 +73,7 @@ class Intake:
         choose: TokenChooser | None = None,
         place: str = "",
     ) -> Request:
-        """A single one. place: of a list, follows the names of `prompt` and `grammar` in errors."""
+        """A single request. place: its index in a list, appended to `prompt` and `grammar` in errors."""
         params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         if params.n != 1:
             raise MLAError("n", "1", params.n, "add a request for each of `SamplingParams.copies()`")
@@ -83,9 +83,9 @@ class Intake:
         check_token_ids("stop_ids", stop_ids, vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         if choose is not None and params.logprobs is not None:
-            raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
+            raise MLAError("logprobs", "None if `choose` picks the tokens", "a number")
         if params.stop_strings and self._tokenizer is None:
-            hint = "give the engine the model's tokenizer"
+            hint = "pass the model's tokenizer to the engine"
             raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings, hint)
         request = Request(
             list(prompt),
@@ -110,9 +110,9 @@ def checked_sampling(name: str, given: object) -> SamplingParams:
 
 
 def check_prompt(name: str, prompt: object, *, vocab_size: int, limit: tuple[str, int]) -> Sequence[int]:
-    """A prompt's token ids; errors call it `name`.
+    """A prompt's token ids, checked; errors call it `name`.
 
-    limit: tokens that leave no position for a new one, and what sets them.
+    limit: the name and value of the limit that a prompt must stay below, as a new token needs a position.
 
     Raises:
         MLAError: another type, no token, one outside the vocabulary, too many.
@@ -136,16 +136,16 @@ def tokenize(
     """A text's token ids; errors call it `name`.
 
     Raises:
-        MLAError: an empty text, one that the tokenizer refuses.
+        MLAError: an empty text, one that the tokenizer rejects.
     """
-    if not text:  # a tokenizer may make a start token of it
+    if not text:  # a tokenizer may turn it into a start token
         raise MLAError(name, "at least one token", "an empty prompt")
     try:
         token_ids: object = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except BaseException as error:  # a character without a token, say, or a regex that gives up
         if not is_request_error(error):
             raise
-        raise MLAError(name, "text that the tokenizer takes", first_line(error)) from error
+        raise MLAError(name, "text that the tokenizer accepts", first_line(error)) from error
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
-        raise MLAError(name, "text that the tokenizer takes", "no token ids of it")
+        raise MLAError(name, "text that the tokenizer turns into token ids", "something else from it")
     return token_ids

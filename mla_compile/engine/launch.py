@@ -1,4 +1,4 @@
-"""From a plan to a launched step: the rows' state is prepared, and the step that serves them runs on it."""
+"""From a plan to a launched step: prepares the rows' state, and runs the step on it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ from mla_compile.speculate import (
 
 @dataclass
 class Launch:
-    """A step under way.
+    """A launched step, not reported yet.
 
-    plan: what it runs; report: what it will say of `plan.sampled`.
-    on_host: whether the host had a say in its tokens.
+    plan: what it runs; report: its report of `plan.sampled`, once it has run.
+    on_host: whether the host chose or masked tokens.
     """
 
     plan: Plan
@@ -40,17 +40,17 @@ class Launch:
 
 
 class Launcher:
-    """Launches the steps that plans ask for.
+    """Launches the steps of plans.
 
-    Where processes share the model, each launches the same steps. What depends on free memory or on the host's choice
-    of tokens, rank 0 decides for all.
+    If processes share the model, each launches the same steps. Rank 0 decides for all what depends on free memory or on
+    the host's choice of tokens.
 
     Args:
         model, drafter: with allocated caches.
-        ranks: of those processes; None for a process that has all of the model.
+        ranks: the processes that share the model; None for a process that has all of it.
 
-    rows: of the requests that run. steps: what is launched.
-    has_not_chosen: whether the last launch ended, on all ranks, as its tokens could not be chosen.
+    rows: of the running requests. steps: the step calls.
+    has_not_chosen: whether the last launch ended, on all ranks, because its tokens could not be chosen.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Launcher:
         """Run a plan.
 
         Raises:
-            RankZeroFailed: on a rank above 0, in the middle of a step whose tokens rank 0 chooses.
+            RankZeroFailed: on a rank above 0, if rank 0 failed to choose tokens in the middle of the step.
         """
         steps, rows, sampled = self.steps, self.rows, plan.sampled
         self.has_not_chosen = False
@@ -112,7 +112,7 @@ class Launcher:
                 numbers = choose().flatten().tolist()
         finally:
             self.has_not_chosen = not numbers
-            numbers = self._ranks.agree(numbers)  # none, where choosing has failed
+            numbers = self._ranks.agree(numbers)  # empty if choosing has failed
         if not numbers:
             raise RankZeroFailed
         return torch.tensor(numbers, device=logits.device).view(logits.shape[:2])
@@ -122,10 +122,9 @@ class Launcher:
         self.rows.clear()
 
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
-        """Compile the step, and record it for all numbers of rows, largest first.
+        """Compile the step, and capture it for all bucket row counts, largest first.
 
-        prompts: where steps with prompts are compiled, or it pays to, compile those too, with a prompt that is nothing
-        but padding.
+        prompts: if compiling steps with prompts pays, compile them too, with a prompt that is only padding.
         """
         steps = self.steps
         steps.check_again()
@@ -136,7 +135,7 @@ class Launcher:
                 steps.whole(variant, prompts=False)(state)
         steps.warms_prompts |= prompts
         if prompts and steps.compiles_prompts:
-            # Any sizes will do: each is recorded when prompts first have it.
+            # Any size serves here: each is captured on first use.
             state = steps.state_for(1, variant, num_stop_ids)
             chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
             chunks.bounds.zero_()  # it is padding

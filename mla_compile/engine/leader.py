@@ -1,4 +1,4 @@
-"""Rank 0's launcher, where processes share a model: it tells the others what it does, before it does it."""
+"""Rank 0's launcher of a shared model: it broadcasts each call to the other ranks, then runs it."""
 
 from dataclasses import fields
 
@@ -12,22 +12,22 @@ from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import Drafter, ServedModel
 
 _TYPES = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
-"""The sampling parameters that are numbers; of the others a step reads `logprobs` alone."""
+"""The numeric sampling parameters; of the others a step reads only `logprobs`."""
 
 
 class LeadingLauncher(Launcher):
-    """A `Launcher` whose calls `follow` repeats on the other ranks. A request is known there by its id."""
+    """A `Launcher` whose calls `follow` repeats on the other ranks. A request is identified there by its id()."""
 
     def __init__(
         self, model: ServedModel, drafter: Drafter | None, config: FittedConfig, ranks: Ranks
     ) -> None:
         super().__init__(model, drafter, config, ranks)
-        self._say = ranks.say
+        self._order = ranks.broadcast
         settings = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-        self._say(["begin", settings | {"drafter": config.drafter.name}])
+        self._order(["begin", settings | {"drafter": config.drafter.name}])
 
     def launch(self, plan: Plan) -> Launch:
-        self._say(
+        self._order(
             [
                 "launch",
                 [id(request) for request in plan.removed],
@@ -40,16 +40,16 @@ class LeadingLauncher(Launcher):
         return super().launch(plan)
 
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
-        self._say(["warm_up", vars(variant), num_stop_ids, prompts])
+        self._order(["warm_up", vars(variant), num_stop_ids, prompts])
         super().warm_up(variant, num_stop_ids, prompts)
 
     def clear(self) -> None:
-        self._say(["clear"])
+        self._order(["clear"])
         super().clear()
 
 
 def _written(request: Request) -> dict[str, object]:
-    """What a step reads of a request."""
+    """The fields of a request that a step reads."""
     params = {name: kind(getattr(request.params, name)) for name, kind in _TYPES.items()}
     return {
         "prompt": request.prompt,

@@ -1,4 +1,4 @@
-"""What an engine takes of each GPU's memory, known before anything is allocated."""
+"""Plans an engine's memory on each GPU before anything is allocated."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.speculate.drafter import cache_specs
 
 RESERVED = 0.05
-"""The share of a GPU's memory that is left to CUDA itself, the code of kernels, collectives' buffers and gaps."""
+"""The share of a GPU's memory reserved for CUDA itself, kernels' code, collectives' buffers and fragmentation."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes on each of `num_gpus` GPUs.
 
-    weights: parameters and buffers, the drafter's own too; alike: those of them that every GPU has.
+    weights: parameters and buffers, the drafter's own included; alike: the part of them that every GPU holds.
     cache: latents of `num_pages` pages, the dummy page included.
-    steps: an estimate of what the largest step computes with.
-    graphs: what recordings may hold before no further one is begun. The last one may pass it, by a step at most.
+    steps: an estimate of the largest step's activations.
+    graphs: the capture budget. The last recording may exceed it, by one step at most.
     """
 
     num_gpus: int
@@ -39,20 +39,20 @@ class MemoryPlan:
         return self.weights + self.cache + self.steps + self.graphs
 
     def fits(self, memory: int) -> bool:
-        """Into GPUs of so many bytes, of which a share is reserved."""
+        """Whether it fits into GPUs of `memory` bytes, without the reserved share."""
         return self.total <= available(memory)
 
     def most_pages(self, memory: int) -> int:
-        """Of a cache that fits beside all else, the dummy page included; 0 or fewer: not even that one."""
+        """Pages of the largest cache that fits, the dummy page included; 0 or less if not even that one fits."""
         return (available(memory) - (self.total - self.cache)) // (self.cache // self.num_pages)
 
     def most_rows(self, memory: int, num_tokens: int) -> int:
-        """How many requests of so many tokens each have room at once."""
+        """The number of requests of `num_tokens` tokens each that fit at once."""
         return max(0, self.most_pages(memory) - 1) // -(-num_tokens // self.page_size)
 
 
 def available(memory: int) -> int:
-    """What may be planned of a GPU's bytes."""
+    """A GPU's bytes without the reserved share."""
     return int(memory * (1 - RESERVED))
 
 
@@ -66,12 +66,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of an engine whose model is divided among GPUs (see `division`).
 
-    model: on any device, the meta device say (`meta_model`).
-    config: without a `capture_budget` no bytes of graphs are counted.
-    argument: what `num_gpus` is called in an error.
+    model: on any device, such as the meta device (`meta_model`).
+    config: without a `capture_budget` graphs count as 0 bytes.
+    argument: the name of `num_gpus` in errors.
 
     Raises:
-        MLAError: a number of GPUs that the model cannot be divided among, a setting that the model rules out.
+        MLAError: the model cannot be divided among this number of GPUs, or rules out a setting.
     """
     check_divisible(model, num_gpus, expert_parallel=expert_parallel, argument=argument)
     fitted = config.fitted_to(model)
@@ -102,7 +102,7 @@ def plan_memory(
 
 
 def _named_tensors(module: object) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers; none of a drafter that is no module."""
+    """Parameters and buffers; none if a drafter is not a module."""
     if not isinstance(module, nn.Module):
         return []
     return [*module.named_parameters(), *module.named_buffers()]
@@ -113,11 +113,11 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _of_step(model: MLAForCausalLM, config: FittedConfig, num_gpus: int) -> int:
-    """The most that is alive at once in a step with prompts: experts' results, or expanded keys and values."""
+    """The peak of a step with prompts: the experts' results, or the expanded keys and values."""
     arch, width = model.arch, model.embed_tokens.weight.element_size()
     tokens, heads = config.max_tokens_per_step, arch.num_heads // num_gpus
-    hidden = 4 * tokens * arch.hidden_size * width  # before and behind a layer, normed, of the drafter
-    # Each token's experts give a row in float32. Where experts are divided by whole ones, one GPU may have all of them.
+    hidden = 4 * tokens * arch.hidden_size * width  # before and after a layer, normed, of the drafter
+    # One float32 vector for each expert of each token. With expert parallelism one GPU may have all of them.
     pairs = tokens * (arch.routing.topk + 1)
     experts = pairs * (4 * arch.hidden_size + width * arch.moe_intermediate_size)
     of_key = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim + arch.v_head_dim) + arch.kv_lora_rank

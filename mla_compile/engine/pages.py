@@ -1,7 +1,7 @@
-"""Cache pages: which are free, who holds which, and which full ones a new prompt can share.
+"""The pool of cache pages: free pages, reference counts, and the full pages that a new prompt can share.
 
-A page that has become full with final tokens is registered under a key: the prefix before it and its own tokens. When
-its last holder lets go of it, it stays registered until it is needed for something else, least recently used first.
+A page that is full of final tokens is registered under a key: the prefix before it and its own tokens. When its last
+reference is released, it stays registered until the pool needs it, least recently used first.
 """
 
 import itertools
@@ -11,31 +11,31 @@ from collections.abc import Sequence
 from mla_compile.errors import MLAError
 
 DUMMY_PAGE = 0
-"""Serves the synthetic inputs of captures; no row ever owns it."""
+"""For the synthetic inputs of captures; no row ever owns it."""
 
 NO_PREFIX = 0
-"""The number of the empty prefix, and of what a page holds that is not known to be final."""
+"""The number of the empty prefix, and of a page whose contents are not known to be final."""
 
 Key = tuple[int, tuple[int, ...]]
-"""The number of the prefix before a page, and the page's tokens, with as many after them as its latents depend on."""
+"""The number of the prefix before a page, and the page's tokens with the `lookahead` tokens after them."""
 
 
 class PagePool:
     """Allocates the pages of one engine's caches; every layer uses the same page numbers.
 
     Keys hold tokens, not hashes of them, so equal keys mean equal text. Prefixes are numbered as they are registered,
-    and no number is used again: a page whose predecessor was evicted is no longer found, and is evicted in its turn.
+    and no number is used again: a page whose predecessor was evicted is no longer found, and is evicted later.
 
     A drafter's latents may depend on tokens after the page: the MTP layer's at a page's last position depends on one.
-    So these `lookahead` tokens are part of the key, and a page is registered only once they are known. A match loses
-    nothing by one such token: it leaves at least one token of the prompt to be run, so the token after every page that
-    it may return is in the prompt.
+    So these `lookahead` tokens are part of the key, and a page is registered only once they are known. A lookahead of
+    one token costs no matches: a match leaves at least one token of the prompt to run, so the prompt has the token
+    after every page that the match may return.
 
     Args:
         num_pages: of a cache, the dummy page included, >= 2.
         page_size: tokens per page, >= 1.
-        lookahead: tokens after a page on which the latents in it depend.
-        keeps_prefixes: False registers nothing, so that no page is ever shared.
+        lookahead: number of tokens after a page that its latents depend on.
+        keeps_prefixes: False registers nothing, so no page is ever shared.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class PagePool:
         self.num_pages, self.page_size, self.lookahead = num_pages, page_size, lookahead
         self.keeps_prefixes = keeps_prefixes
         self._references = [0] * num_pages
-        self._blank = list(range(num_pages - 1, DUMMY_PAGE, -1))  # free, found by no key; used from its end
+        self._blank = list(range(num_pages - 1, DUMMY_PAGE, -1))  # free and unregistered; used from the end
         self._reusable: OrderedDict[int, None] = (
             OrderedDict()
-        )  # free, found by key, least recently used first
+        )  # free and registered, least recently used first
         self._page_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * num_pages
         self._prefix = [NO_PREFIX] * num_pages  # the number of the text that ends with a page
@@ -55,11 +55,11 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can hand out, those that are kept for later matches included."""
+        """Pages that `allocate` can hand out, including those kept for later matches."""
         return len(self._blank) + len(self._reusable)
 
     def references(self, page: int) -> int:
-        """How many hold a page; 0: it is free."""
+        """The number of references to a page; 0: it is free."""
         return self._references[page]
 
     def is_registered(self, page: int) -> bool:
@@ -67,11 +67,11 @@ class PagePool:
         return self._key_of[page] is not None
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold so many tokens."""
+        """The number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each; None, and nothing has changed, where fewer are free."""
+        """`count` pages with one reference each; None, without any change, if fewer are free."""
         if count > self.num_free:
             return None
         pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
@@ -96,16 +96,16 @@ class PagePool:
         return pages
 
     def commit(self, pages: Sequence[int], token_ids: Sequence[int], num_cached: int) -> None:
-        """Register a row's pages that are full with final tokens; those that were before cost nothing.
+        """Register a row's pages that are full of final tokens; pages registered before cost nothing.
 
-        Where an equal page is registered already, that one stays, and the row keeps its own unregistered.
+        If an equal page is registered already, that one stays, and the row's own stays unregistered.
 
         pages: the row's, in order.
-        token_ids: its tokens as far as they are known.
-        num_cached: how many of them are in the caches, what depends on tokens behind them included as far as known.
+        token_ids: its known tokens.
+        num_cached: the number of them in the caches, including latents that depend on the known tokens after them.
 
         Raises:
-            MLAError: a page to be registered that nobody holds, or fewer pages than full ones; nothing has changed.
+            MLAError: a page to register is free, or `pages` has fewer pages than full ones; nothing has changed.
         """
         if not self.keeps_prefixes:
             return
@@ -126,16 +126,16 @@ class PagePool:
             prefix = self._prefix[page] = self._prefix[equal]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up one reference to each page of a row, given in the row's order.
+        """Release one reference to each page of a row, given in the row's order.
 
         Raises:
-            MLAError: a page that nobody holds or that is named twice; nothing has changed.
+            MLAError: a page is free or given twice; nothing has changed.
         """
         for page in pages:
             self._check_held(page)
         if len(set(pages)) != len(pages):
             raise MLAError("pages", "each page once", list(pages))
-        # The last one first: it is then evicted first, and what remains can still be found from the start.
+        # The last one first: it is then evicted first, and the remaining prefix can still be found.
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
@@ -145,7 +145,7 @@ class PagePool:
                     self._reusable[page] = None
 
     def forget(self) -> None:
-        """Let `match` find nothing that was registered by now. Pages that are held stay so."""
+        """Unregister all pages. Pages with references keep them."""
         self._blank += self._reusable
         self._reusable.clear()
         self._page_of.clear()
@@ -166,4 +166,4 @@ class PagePool:
 
     def _check_held(self, page: int) -> None:
         if not DUMMY_PAGE < page < self.num_pages or self._references[page] == 0:
-            raise MLAError("pages", "pages that are held", page)
+            raise MLAError("pages", "pages with a reference", page)

@@ -18,28 +18,28 @@ from mla_compile.torch_internals import meeting_place
 
 
 def main(rank: int, size: int, port: int, device: torch.device) -> None:
-    """Join the others, load what rank 0 says, and follow it."""
-    # Ctrl-C reaches all processes of a terminal. Where rank 0 goes on all the same, as a server's, it is ignored here
-    # too: that is inherited.
+    """Join the other ranks, load the checkpoint that rank 0 names, and follow rank 0."""
+    # Ctrl-C reaches all processes of a terminal. If rank 0 ignores it, as a server's does, this process does too, by
+    # inheritance.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_ranks`
-    logging.disable(logging.WARNING)  # rank 0 says what takes long
+    logging.disable(logging.WARNING)  # rank 0 announces slow work
     store = meeting_place(size, port)
     join(rank, size, store, device)
     ranks = Parallel.of_processes().ranks
     assert ranks is not None
-    settings = ranks.hear()
+    settings = ranks.receive()
     if settings is not None:
         try:
             model = _loaded(settings, device)
-        except Exception as error:  # rank 0 has it too, and tells, unless this rank alone has failed
+        except Exception as error:  # rank 0 has and reports it too, unless only this rank has failed
             if ranks.has_failed:
                 end_now(f"rank {rank}: {error}", 1)
         else:
             _follow(rank, model)
         ranks.leave()
-    os._exit(0)  # a collective that nobody else is in any more would keep the process
+    os._exit(0)  # a pending collective without peers would keep the process alive
 
 
 def _follow(rank: int, model: MLAForCausalLM) -> None:

@@ -1,4 +1,4 @@
-"""What a step reports, on its way to the host."""
+"""The reports of a step, and their copy to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mla_compile.speculate.state import ACTIVE, COUNT, FAILED_AT, FIRST_TOKEN, N
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely one token is at one place, by the model's own logits: before penalties and temperature.
+    """The probability of one token at one position by the model's own logits: before penalties and temperature.
 
     logprob: natural logarithm of the probability. rank: 1 + the number of more likely tokens.
     """
@@ -23,12 +23,13 @@ class Logprob:
 
 @dataclass(slots=True)  # not frozen: that would make it the slowest part of reading a step's reports
 class RowReport:
-    """What one step emitted in one row, and whether the row goes on.
+    """What one step emitted in one row.
 
+    active: whether the row goes on.
     num_verified: drafts that the row had.
-    logprobs: for each token, the chosen token's and then those of the most likely ones, by token id; None where the
-        row asked for none.
-    error: why the row cannot go on, where it ended for that; None where it goes on or ended as it should.
+    logprobs: for each token, the chosen token's and then those of the most likely ones, by token id; None if the row
+        requested none.
+    error: the error that ended the row; None without one.
     """
 
     tokens: list[int]
@@ -39,11 +40,11 @@ class RowReport:
 
 
 class StepReport:
-    """A copy of what the last launch writes to a state; on a device an asynchronous one, that nobody waits for yet.
+    """A copy of what the last launch writes to a state; on a GPU it is asynchronous, and `read` waits for it.
 
     Args:
-        rows: of the state, those that the launch samples in.
-        num_logprobs: the `SamplingParams.logprobs` of each; None where none has asked for any.
+        rows: the state's rows that the launch samples in.
+        num_logprobs: the `SamplingParams.logprobs` of each row; None if no row requested any.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StepReport:
         self._event.record()
 
     def read(self) -> list[RowReport]:
-        """An entry for each row; waits for the device where the copy is not there yet."""
+        """A report for each row; waits for the device if the copy has not finished."""
         if self._event is not None:
             self._event.synchronize()
         report, *logprobs = self._copies
@@ -87,7 +88,7 @@ class StepReport:
 
 
 def _by_id(token: int, logprobs: list[float], ids: list[int], n: int) -> dict[int, Logprob]:
-    """One place of `DecodeState.logprobs` and `logprob_ids`, the chosen `token` first and n likely ones after it."""
+    """One position of `DecodeState.logprobs` and `logprob_ids`: the chosen `token`, then the n most likely ones."""
     found = {token: Logprob(logprobs[0], ids[0])}
     for rank, (likely, logprob) in enumerate(zip(ids[1 : 1 + n], logprobs[1 : 1 + n], strict=True), start=1):
         found.setdefault(likely, Logprob(logprob, rank))

@@ -1,4 +1,4 @@
-"""A request: what was asked for, what has come of it, and where it stands."""
+"""A request: its arguments, its results so far, and its scheduling state."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from mla_compile.sampling_params import SamplingParams
 
 
 class TokenChooser(Protocol):
-    """Chooses tokens on the host, from logits: what cannot be compiled into the step."""
+    """Chooses tokens on the host, from logits, by code that cannot be compiled into the step."""
 
     def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
         """The target's tokens at the positions of some rows.
@@ -24,59 +24,58 @@ class TokenChooser(Protocol):
             logits: `[rows, n, vocab_size]`: position j follows the completion's tokens and the row's first j drafts.
                 n is 1 after a prompt, 1 + k in a step of k drafts; a launch that has both makes two calls.
             drafts: int64 `[rows, n - 1]`.
-            completions: what each row has emitted. `Completion.prompt_index` tells which of the prompts it is.
+            completions: what each row has emitted. `Completion.prompt_index` identifies the prompt.
 
         Returns:
-            int64 `[rows, n]`. Drafts are accepted as long as they agree with it. Where logits are NaN or infinite it
-            does not matter: the row ends with finish_reason "error" if it comes there.
+            int64 `[rows, n]`. Drafts are accepted as long as they agree with it. Tokens at positions whose logits are
+            NaN or infinite do not matter: a row that gets there ends with finish_reason "error".
         """
 
 
 @dataclass
 class Progress:
-    """Whether any of several requests has grown or ended since somebody looked."""
+    """Whether any of several requests has grown or ended since the flag was last cleared."""
 
     has_grown: bool = False
 
 
 @dataclass(eq=False)
 class Request:
-    """One completion under way, as `Engine.add` returns it.
+    """One running completion, as `Engine.add` returns it.
 
         async for token in engine.add(prompt, params):
             ...
 
     Iteration runs the engine's steps while it waits for tokens; a loop that is left early aborts the request.
 
-    What was asked for:
+    Its arguments:
 
     prompt, params, client: of `Engine.add`. priority: lower ones come first.
-    max_len: tokens, prompt included, at which it ends.
-    stop_ids: a token of these ends it.
-    max_drafts: of a step, at most so many; None for as many as the engine makes.
-    grammar, choose: what has a say in its tokens on the host.
+    max_len: the number of tokens, prompt included, at which it ends.
+    stop_ids: any of these tokens ends it.
+    max_drafts: maximum number of drafts per step; None for all.
+    grammar, choose: mask or choose its tokens on the host.
     reader: reads its text, up to a stop string; None in an engine without a tokenizer.
-    engine: the `Engine` that serves it; None once it has ended, so that it keeps none alive.
+    engine: the `Engine` that serves it; None once it has ended, so that it keeps no engine alive.
 
-    What has come of it:
+    Its results so far:
 
-    completion: what is known by now; it grows, and has a `finish_reason` in the end.
-    progress: of the requests that it was asked for with.
-    failure: what `choose` raised; the step's report ends the request.
+    completion: it grows, and has a `finish_reason` in the end.
+    progress: shared by the requests of one call.
+    failure: the error that `choose` raised; the step's report ends the request.
 
-    Where it stands, which only the scheduler changes:
+    Its scheduling state, which only the scheduler changes:
 
     rank: priority, whether it has never run, and the number of its first admission, or before that of its arrival;
         None until it waits or runs.
     is_running: it holds pages and has a row in every step that it is in.
-    is_outdated: the weights have changed since it last began to run: its latents are of both.
-    pages: that it holds, in order.
-    num_reused_tokens: that were found in the cache when it last began to run.
-    num_cached: once all launched steps have run, at most so many of its tokens are in the cache; while it prefills,
-        exactly so many.
+    is_outdated: the weights have changed since it last began to run, so its latents are of old and new weights.
+    pages: the pages that it holds, in order.
+    num_reused_tokens: tokens found in the cache when it last began to run.
+    num_cached: upper bound of its tokens in the cache once all launched steps have run; exact while it prefills.
     is_decoding: it has sampled since its cache was last built, or will have once all launched steps have run.
-    num_steps: launched ones that it is in and that were not reported yet.
-    num_samples: of these, the ones that give it at least one token, if it has not ended and its logits are finite.
+    num_steps: launched steps that it is in and that were not reported yet.
+    num_samples: those of them that give it at least one token, if it has not ended and its logits are finite.
     """
 
     prompt: list[int]
@@ -106,7 +105,7 @@ class Request:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and what is known to follow it."""
+        """The prompt and the tokens emitted so far."""
         return [*self.prompt, *self.completion.token_ids] if self.completion.token_ids else self.prompt
 
     @property
@@ -115,7 +114,7 @@ class Request:
 
     @property
     def will_have_ended(self) -> bool:
-        """Whether it ends with the launched steps at the latest."""
+        """Whether the launched steps will end it at the latest."""
         return self.num_tokens + self.num_samples >= self.max_len
 
     @property
@@ -124,7 +123,7 @@ class Request:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its prompt has been run, or will never be."""
+        """Whether its prompt has been run, or never will be."""
         return bool(self.completion.token_ids) or self.has_ended
 
     @property
@@ -133,9 +132,9 @@ class Request:
         return self.grammar is not None or self.choose is not None
 
     def take(self, report: RowReport, *, is_step: bool) -> None:
-        """Take in what a step emitted, or a prompt's last chunk (`is_step` False).
+        """Append what a step emitted, or a prompt's last chunk (`is_step` False).
 
-        Whether the request ends with it, where and why, is decided here alone. What fails here ends this request.
+        Only this method decides whether the request ends, where and why. An error here ends this request alone.
         """
         try:
             self._take(report, is_step=is_step)
@@ -161,7 +160,7 @@ class Request:
         reason = None
         if report.error is not None:
             reason = "error"
-        elif not report.active or self.num_tokens >= self.max_len:  # or nothing would ever end it
+        elif not report.active or self.num_tokens >= self.max_len:  # else it could run for ever
             reason = "stop" if completion.token_ids[-1] in self.stop_ids else "length"
         found = self.reader and self.reader.feed(completion.token_ids[num_known:], is_end=reason is not None)
         if found:
@@ -175,7 +174,7 @@ class Request:
             self.end(reason, report.error)
 
     def end(self, finish_reason: str, error: str | None = None) -> None:
-        """Nothing more comes."""
+        """Mark the request as ended."""
         completion = self.completion
         completion.finish_reason, completion.error = finish_reason, error
         if self.reader is not None and completion.text is None:
@@ -206,5 +205,5 @@ class Request:
 
     def _served_by(self) -> Any:
         if self.engine is None:
-            raise MLAError("request", "one that an engine's `add` returned", "one that nobody serves")
+            raise MLAError("request", "one that an engine's `add` returned", "one without an engine")
         return self.engine

@@ -1,7 +1,7 @@
-"""Which row of which decode state each request has that runs, and everything that the host writes into states.
+"""Assigns running requests to rows of decode states, and writes the host's inputs into the states.
 
-Captured graphs know the addresses of a state's tensors, so there is one state for each number of rows and kind of
-step, and requests move between them. All writes are ops on the stream of the steps: none of them waits for any.
+Captured graphs hold the addresses of a state's tensors, so there is one state for each number of rows and kind of
+step, and requests move between them. All writes are ops on the stream of the steps, so the host never waits.
 """
 
 from array import array
@@ -20,19 +20,22 @@ from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState
 
 FEW = 4
-"""A state is left for a smaller one where no more than one row in so many is used: moving costs copies."""
+"""Requests move to a smaller state only if at most one row in `FEW` is used, as moving costs copies."""
 
 _PARAMETERS = [field.name for field in fields(SamplingParams) if field.type is float]
-"""Each is a tensor of the state, `[rows]`, and comes in one copy with the others."""
+"""Each is a tensor of the state, `[rows]`; all are uploaded in one copy."""
 
 
 class Rows:
-    """Rows for the requests that run.
+    """The rows of the running requests.
 
     Args:
-        state_for: the state for so many requests, of this variant, with so many places for stop ids.
-        pages_per_grant: cache pages that one page of a plan stands for.
+        state_for: returns the state for a number of requests, a variant and a number of places for stop ids.
+        pages_per_grant: cache pages per page of a plan.
         device: of the states.
+
+    state: the current state; None before the first.
+    on_host: whether the host chooses or masks tokens of any running request.
     """
 
     def __init__(
@@ -48,29 +51,27 @@ class Rows:
         self._row_of: dict[Request, int] = {}
         self._texts: dict[Request, array[int]] = {}
         self.state: DecodeState | None = None
-        """In which the rows are; None before the first."""
         self.variant = Variant()
         self.on_host = False
-        """Whether any request that runs is chosen on the host."""
 
     def clear(self) -> None:
-        """Forget all requests: the next one finds its state's rows inactive."""
+        """Forget all requests. The next `prepare` starts with inactive rows."""
         self._row_of, self._texts, self.state, self.on_host = {}, {}, None, False
 
     def __getitem__(self, request: Request) -> int:
-        """The row of the current state that a request has."""
+        """A request's row in the current state."""
         return self._row_of[request]
 
     def of(self, requests: Iterable[Request]) -> list[int]:
-        """The rows of the current state that requests have."""
+        """The requests' rows in the current state."""
         return list(map(self._row_of.__getitem__, requests))
 
     def text(self, request: Request) -> "array[int]":
-        """What it was admitted with: its prompt, and what it was to go on from."""
+        """The tokens that a request was admitted with: its prompt, and what it had emitted before a preemption."""
         return self._texts[request]
 
     def prepare(self, plan: Plan) -> DecodeState:
-        """The state that a plan's step runs on, with all that changes before it; admitted rows are inactive."""
+        """The state that a plan's step runs on, with the plan's changes applied; admitted rows are inactive."""
         if self.state is not None and not (plan.removed or plan.admitted):
             if plan.grants:
                 self._grant(self.state, plan.grants)
@@ -82,7 +83,7 @@ class Rows:
         self._texts |= {request: array("q", request.tokens) for request in plan.admitted}
         state = self._fitting_state([*self._row_of, *plan.admitted])
         if state is not before:
-            inactive = []  # nothing but live rows came along
+            inactive = []  # only live rows were copied
         free = sorted(set(range(len(state.active))) - set(self._row_of.values()), reverse=True)
         self._row_of |= {request: free.pop() for request in plan.admitted}
         inactive += [self._row_of[request] for request in plan.admitted]
@@ -92,7 +93,7 @@ class Rows:
         return state
 
     def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
-        """The current state if it serves these requests, else a better one, with a copy of the rows that there are."""
+        """The current state if it serves these requests, else a fitting one with copies of the current rows."""
         needed = Variant.of([request.params for request in live])
         places = max(stop_id_places(request.stop_ids) for request in live)
         self.on_host = any(request.is_chosen_on_host for request in live)
@@ -113,7 +114,7 @@ class Rows:
         return new
 
     def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
-        """One copy of integers to the device and one of other numbers, then ops there."""
+        """Upload integers in one copy and floats in another, then write them with ops on the device."""
         if not inactive and not admitted:
             return
         width = state.stop_ids.shape[1]
@@ -146,13 +147,13 @@ class Rows:
         rows = of["rows"]
         if inactive:
             state.active.index_fill_(0, of["inactive"], False)
-            # Recurrent layers' states are found by it, an inactive row's too.
+            # Recurrent layers locate their states by it, also those of inactive rows.
             state.block_table.index_fill_(0, of["inactive"], 0)
         if admitted:
             values = {name: of[name] for name in ("max_len", "max_drafts", "seed", "top_k")}
             values["stop_ids"] = of["stop_ids"].view(-1, width)
-            told = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
-            values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
+            params = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
+            values |= zip(_PARAMETERS, upload(params, torch.float64, self._device), strict=True)
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))
@@ -186,29 +187,29 @@ class Rows:
 
 
 def stop_id_places(stop_ids: Collection[int]) -> int:
-    """How many stop ids a row has places for: 8, 16, ..., since the number is compiled in."""
+    """The number of places for stop ids per row: 8, 16, ..., since the number is compiled in."""
     return max(8, 1 << (len(stop_ids) - 1).bit_length())
 
 
 def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Columns of numbers, not all of them empty, on the device by one copy that nobody waits for.
+    """Columns of numbers, not all of them empty, uploaded to the device by one asynchronous copy.
 
     dtype: int64 or float64.
     """
-    # In a tenth of the time that `torch.tensor` takes to look at each of them.
+    # An array takes a tenth of the time of `torch.tensor`, which inspects each number.
     numbers = array("q" if dtype == torch.int64 else "d", chain.from_iterable(columns))
     flat = copied_to(device, torch.frombuffer(numbers, dtype=dtype))
     return list(flat.split([len(column) for column in columns]))
 
 
 def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
-    """Make these rows the first ones of another state; what only one of the states has is left out, or 0."""
+    """Copy these rows to the first rows of another state; tensors that only the new state has become 0."""
     device = old.active.device
     (source,) = upload([rows], torch.int64, device)
     count, before = len(rows), old.named()
     for name, tensor in new.named().items():
         if name in ("report", "logprobs", "logprob_ids"):
-            continue  # what was reported has been copied by now
+            continue  # reports have been copied already
         if name == "stop_ids":
             width = min(tensor.shape[1], old.stop_ids.shape[1])
             tensor[:count].fill_(-1)
@@ -216,4 +217,4 @@ def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
         elif name in before:
             tensor[:count] = before[name].index_select(0, source)
         else:
-            tensor[:count].zero_()  # counts for penalties, of rows that have none
+            tensor[:count].zero_()  # penalty counts, for rows without penalties

@@ -1,16 +1,16 @@
-"""What each step runs: which rows decode, which parts of which prompts, and who gets the pages for it.
+"""Plans each step: the rows that decode, the chunks of prompts, and the requests that get pages.
 
 Pure bookkeeping: no clock, no device, and the same calls give the same plans. The engine's loop:
 
-    while scheduler.has_work() or a step is under way:
+    while scheduler.has_work() or a launched step is unreported:
         plan = scheduler.plan()
         if plan:
             launch(plan)
         if reports of an earlier step are in, or nothing was launched:
             scheduler.update(the oldest plan that has not been reported, its reports)
 
-Steps run in the order of their plans, so what one step leaves in a page is there for the next: pages are handed on
-while a step that uses them is still under way. Only bounds are known of steps under way. A row that turns out to have
+Steps run in the order of their plans, so each step finds in a page what the step before left there: pages are handed on
+while a launched step still uses them. The scheduler knows only bounds of unreported steps. A row that turns out to have
 ended, or was aborted, may be in one of them: its late reports are dropped.
 """
 
@@ -30,7 +30,7 @@ from mla_compile.packing import fitting_prompt_tokens
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start` to `start + length` of a request, to be prefilled; after the last ones a token is sampled."""
+    """Tokens `start` to `start + length` of a request, to prefill; after the last chunk a token is sampled."""
 
     request: Request
     start: int
@@ -53,16 +53,16 @@ class Grant:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. True where there is anything to run.
+    """One step. True if there is anything to run.
 
-    What changes first, in this order:
+    Applied before the step, in this order:
 
     removed: requests that no longer run: they ended, were aborted or preempted.
-    admitted: requests that begin to run, again perhaps, with this step or a later one. Their tokens before their first
-        chunk are in the cache already.
+    admitted: requests that begin to run, for the first time or again, with this step or a later one. Their tokens
+        before their first chunk are in the cache already.
     grants: pages.
 
-    What runs:
+    Run in the step:
 
     decodes: requests that verify k drafts, 1 + k query tokens each.
     chunks: parts of prompts, packed in this order.
@@ -79,36 +79,36 @@ class Plan:
 
     @property
     def first_sampled(self) -> list[Request]:
-        """Those whose prompts are completed, so that they get a token of the prompt."""
+        """The requests whose prompts are completed, which sample their first token."""
         return [chunk.request for chunk in self.chunks if chunk.is_last]
 
     @property
     def sampled(self) -> list[Request]:
-        """All that sample, in the order of their reports: those that decode, then those whose prompts are completed."""
+        """All requests that sample, in the order of their reports: `decodes`, then `first_sampled`."""
         return [*self.decodes, *self.first_sampled]
 
 
 class Scheduler:
     """Shares rows, pages and the tokens of a step among requests: by priority, then among clients, then by arrival.
 
-    - A free row goes to the highest priority that waits, of that to a client with the fewest rows, of that to the
-      request that came first. It waits for pages for its whole prompt and the step after it, and none is admitted
-      meanwhile. So no later request of its priority is admitted before the first one of a client without a row; and
-      requests of one client, or of no named one, are admitted in the order of their arrival.
-    - Requests rank by priority, then by when they were first admitted. A request that a fair share lets in early
-      therefore takes no page and no place in a step from those that run.
-    - Decode rows come first in every step; prompts share what is left of its tokens in the order of their ranks. One
+    - A free row goes to the waiting request of the highest priority; among equals to a client with the fewest rows,
+      then to the first to arrive. That request waits for pages for its whole prompt and the step after it, and no other
+      is admitted meanwhile. So no later request of its priority is admitted before the first one of a client without a
+      row; and requests of one client, or of no named one, are admitted in the order of their arrival.
+    - Requests rank by priority, then by first admission. So a request that fair sharing admits early takes no page and
+      no place in a step from running requests.
+    - Decode rows come first in every step; prompts share the rest of its tokens in the order of their ranks. A prompt
       that does not fit is cut to a size that CUDA graphs are recorded for.
-    - When a decode row needs a page and none is free, the lowest-ranking running request gives all of its pages back
-      and waits again at its rank, to prefill its prompt and what it has emitted. The highest-ranking one never does,
-      so there is always progress. A waiting request takes nothing from running ones.
-    - Where latents must be `batch_invariant`, a request waits for pages for its longest text, so none is preempted; and
-      what was emitted is never shared. A latent that decode has made is not bitwise the one that prefill makes of the
-      same text, and must not stand for it.
+    - When a decode row needs a page and none is free, the lowest-ranking running request releases all of its pages
+      and waits again at its rank, to prefill its prompt and what it has emitted. The highest-ranking one is never
+      preempted, so there is always progress. A waiting request takes nothing from running ones.
+    - In `batch_invariant` engines a request waits for pages for its longest text, so none is preempted; and pages with
+      emitted tokens are never shared: a latent from decode is not bitwise equal to prefill's of the same text, and must
+      not replace it.
 
     Args:
-        config: of the engine. `max_keys_per_step`: keys that prompts see in the part of their texts that a step reads
-            in one piece, and where texts are cut (see `prefill_segment`); None for prompts that run in one piece.
+        config: of the engine. `max_keys_per_step`: number of keys of a prompt that a step reads in one piece, and where
+            prompts are cut (see `prefill_segment`); None for prompts that run in one piece.
         lookahead: see `PagePool`.
     """
 
@@ -124,13 +124,13 @@ class Scheduler:
         self.max_tokens_per_step = config.max_tokens_per_step
         self._max_keys = config.max_keys_per_step
         self._batch_invariant = config.batch_invariant
-        # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
+        # Verification writes k + 1 positions; drafting after the accepted ones writes up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
         self._numbers = itertools.count()  # of arrivals and admissions
         self._waiting: dict[str | None, list[Request]] = {}  # by client; each list by rank, none empty
         self._running: list[Request] = []  # by rank
         self._removed: list[Request] = []  # since the last plan
-        self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
+        self._misfit: tuple[Request, int] | None = None  # a request that did not fit, and the free pages then
 
     @property
     def num_pages_in_use(self) -> int:
@@ -141,7 +141,7 @@ class Scheduler:
     def num_waiting(self) -> int:
         return sum(
             map(len, list(self._waiting.values()))
-        )  # a copy: other threads may ask for it during a step
+        )  # a copy: other threads may call this during a step
 
     @property
     def num_running(self) -> int:
@@ -152,11 +152,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def requests(self) -> list[Request]:
-        """All that have not ended, those that run first."""
+        """All requests that have not ended, running ones first."""
         return [*self._running, *itertools.chain(*self._waiting.values())]
 
     def add(self, request: Request) -> None:
-        """Take on a request, with a prompt shorter than `max_len`, which waits for its turn.
+        """Queue a request, whose prompt is shorter than `max_len`.
 
         Raises:
             MLAError: more tokens than all pages hold.
@@ -169,34 +169,34 @@ class Scheduler:
         self._wait(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now, whatever it is doing. Its pages are free at once. One that has ended stays as it is."""
+        """End a request now, and free its pages at once. A request that has ended stays as it is."""
         if not request.has_ended:
             request.end("abort")
             if request.rank is not None:
                 self._stop(request)
 
     def forget_prefixes(self) -> None:
-        """Share nothing that is cached by now, and nothing that requests which run by now will have cached."""
+        """Stop sharing what is cached now, and never share what the running requests cache."""
         self.pool.forget()
         for request in self._running:
             request.is_outdated = True
 
     def plan(self) -> Plan:
-        """What the next step runs; to be launched if it is not empty."""
+        """The plan of the next step; the caller must launch it if it is not empty."""
         plan = Plan(removed=self._removed)  # the list itself: preemptions add to it
         ending: list[Request] = []
         may_admit = self._plan_decodes(plan, ending)
         self._plan_chunks(plan, self.q_len * (len(plan.decodes) + len(ending)), may_admit=may_admit)
-        if plan:  # else nothing is done with it, and the next one removes these
+        if plan:  # an empty plan is dropped, and the next one removes these
             self._removed = []
-            # A step whose logits are not finite gives no token: then these rows have not ended, and run in this one.
+            # A step whose logits are not finite emits no token, so these rows may not have ended: they run in this one.
             for request in ending:
                 if request.is_running:
                     self._decode(plan, request)
         return plan
 
     def update(self, plan: Plan, reports: Sequence[RowReport]) -> None:
-        """Take in what came of the oldest plan that was launched: requests grow and end. Late reports are dropped.
+        """Apply the reports of the oldest launched plan: requests grow and end. Reports of ended requests are dropped.
 
         reports: one for each of the plan's `sampled`, in that order.
         """
@@ -209,36 +209,36 @@ class Scheduler:
                 self._grow(request, prompt_end, report)
 
     def _grow(self, request: Request, prompt_end: int | None, report: RowReport) -> None:
-        """prompt_end: where the chunk ended that the report is of; None for a step's."""
+        """prompt_end: the end of the chunk that the report is of; None for a decode step's report."""
         if prompt_end is None:
             request.num_cached -= self.q_len - len(report.tokens)
-        # Not before a token was chosen behind them: finite logits vouch for all latents that they were made of. But
-        # without that token: the MTP layer has read it only if the row goes on.
+        # A prompt is registered once a token was sampled after it: finite logits prove that the latents they attended
+        # to are finite. Without that token: the MTP layer has read it only if the row goes on.
         if prompt_end is not None and report.error is None:
             self._commit(request, prompt_end)
         request.take(report, is_step=prompt_end is None)
         num_cached = request.num_tokens - 1
-        # The MTP layer does not run for a row that the device has ended, so its last tokens are not registered.
+        # The MTP layer does not run for a row that has ended on the device, so its last tokens are not registered.
         if report.active and num_cached % self.pool.page_size < len(report.tokens):
             self._commit(request, num_cached)  # else no page has become full
         if request.has_ended:
             self._stop(request)
 
     def _commit(self, request: Request, num_cached: int) -> None:
-        # One that does not run has lost its pages. One that runs has not lost any since, as it waits for reports.
+        # A preempted request has lost its pages. A running one still has them, as readmission waits for reports.
         if request.is_running and not request.is_outdated:
             if self._batch_invariant:
                 num_cached = min(num_cached, len(request.prompt))
             self.pool.commit(request.pages, request.tokens, num_cached)
 
     def _plan_decodes(self, plan: Plan, ending: list[Request]) -> bool:
-        """Returns whether all requests that wanted pages got them without a preemption.
+        """Returns whether all requests that needed pages got them without a preemption.
 
-        ending: gets the requests that end with the launched steps at the latest.
+        ending: this method appends the requests that the launched steps will end at the latest.
         """
         reach, page_size = self._reach, self.pool.page_size
         num_running = len(self._running)
-        for request in self._running:  # it may lose rows at its end
+        for request in self._running:  # preemptions may shorten it at its end
             if not request.is_decoding:
                 continue
             if request.will_have_ended:
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _plan_chunks(self, plan: Plan, num_decode_tokens: int, *, may_admit: bool) -> None:
         room = self.max_tokens_per_step - num_decode_tokens
-        # Prompts that are cut are cut to a size that they would be padded to.
+        # A cut prompt fills a padded size exactly.
         full = max(fitting_prompt_tokens(room), self.max_tokens_per_step - self.q_len * self.max_rows)
         tokens, keys = 0, self._max_keys
         prefilling = deque(request for request in self._running if not request.is_decoding)
@@ -298,11 +298,11 @@ class Scheduler:
         return min(firsts, key=lambda first: (first.priority, rows[first.client], _rank(first)))
 
     def _admit(self, plan: Plan, request: Request) -> bool:
-        """Let a request that waits run, if there are pages for it."""
-        if request.num_steps:  # it was preempted, and may still grow by steps under way
+        """Admit a waiting request if there are pages for it."""
+        if request.num_steps:  # it was preempted, and unreported steps may still add tokens
             return False
         if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
-            return False  # without reading a long prompt again in every step
+            return False  # saves matching a long prompt again in every step
         num_free = self.pool.num_free
         pages = self.pool.match(request.tokens)
         num_cached = request.max_len if self._batch_invariant else request.num_tokens
@@ -324,7 +324,7 @@ class Scheduler:
         return True
 
     def _extend(self, plan: Plan, request: Request) -> bool:
-        """Give a decode row pages for one more step; False if it had to give back its own."""
+        """Allocate pages to a decode row for one more step; False if the row itself was preempted."""
         missing = self._pages_needed(request, request.num_cached) - len(request.pages)
         if missing <= 0:
             return True
@@ -338,8 +338,8 @@ class Scheduler:
         return True
 
     def _pages_needed(self, request: Request, num_cached: int) -> int:
-        """For a decode step after `num_cached` tokens."""
-        # The last position is never run.
+        """Pages for a decode step after `num_cached` tokens."""
+        # The token at the last position is never an input.
         return self.pool.pages_for(min(num_cached + self._reach, request.max_len - 1))
 
     def _grant(self, plan: Plan, request: Request, pages: list[int]) -> None:
@@ -347,7 +347,7 @@ class Scheduler:
         request.pages += pages
 
     def _stop(self, request: Request) -> None:
-        """Take a request out of the queue that it is in, and its pages from it."""
+        """Remove a request from its queue, and release its pages."""
         self._leave_queue(request)
         if request.is_running:
             self._removed.append(request)

@@ -1,4 +1,4 @@
-"""Starting the processes of a model that is divided among them: this one is rank 0, the others are its children."""
+"""Starts the processes that share a model: this one is rank 0, the others are its children."""
 
 import atexit
 import os
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from mla_compile.torch_internals import TCPStore
 
 _LONG = timedelta(days=365)
-"""A rank may wait for another that compiles. One that is gone is noticed by `Ranks`."""
+"""A rank may wait for another that compiles. `Ranks` detects one that has exited."""
 _GRACE = 5.0
-"""Seconds that children have to end, once rank 0 does."""
+"""Seconds for children to exit once rank 0 does."""
 
 
 def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **load: Any) -> Parallel:
@@ -42,22 +42,22 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         load: arguments of `load_model`, as JSON can hold them; the dtype by its name.
 
     Raises:
-        MLAError: fewer GPUs than processes; this process is one of others already.
+        MLAError: fewer GPUs than processes; this process is in a torch.distributed process group already.
     """
     if dist.is_initialized():
-        hint = "give load_model its `parallel` there"
+        hint = "pass `parallel` to load_model there"
         raise MLAError("tensor_parallel_size", "1 in a process group of torch.distributed", size, hint)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         expected = f"at most the number of GPUs, {torch.cuda.device_count()}"
         raise MLAError("tensor_parallel_size", expected, size)
     if device.index:
-        raise MLAError("device", "'cpu' or 'cuda': each process takes a GPU of its own", device)
+        raise MLAError("device", "'cpu' or 'cuda', as each process uses a GPU of its own", device)
     store = meeting_place(size)
     command = [sys.executable, "-m", "mla_compile.engine.rank_process"]
     children: dict[int, subprocess.Popen[bytes]] = {}
     atexit.register(_end, children)
     before_end.append(partial(_kill, children))
-    # Else Ctrl-C would have a child that still imports torch print a traceback. It unblocks what it handles.
+    # Else a child that still imports torch would print a traceback at Ctrl-C. It unblocks it once handled.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for rank in range(1, size):
@@ -68,22 +68,22 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    # Joining would wait for a child that has ended, deaf to Ctrl-C.
-    hearing = ending_at_ctrl_c(lambda: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+    # Joining would wait for a child that has exited, and would not handle Ctrl-C.
+    interruptible = ending_at_ctrl_c(lambda: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
     with (
         announce_if_slow(f"starting {size} processes"),
-        hearing,
+        interruptible,
         _watched(children),
     ):
         join(0, size, store, device)
         parallel = Parallel.of_processes(expert_parallel=expert_parallel)
     assert parallel.ranks is not None
-    parallel.ranks.say(load | {"expert_parallel": expert_parallel})
+    parallel.ranks.broadcast(load | {"expert_parallel": expert_parallel})
     return parallel
 
 
 def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
-    """Become one of the processes of torch.distributed's default group, which meet at a store."""
+    """Join torch.distributed's default process group, which is initialised through a store."""
     if device.type == "cuda":
         torch.cuda.set_device(rank)
         backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
@@ -95,7 +95,7 @@ def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
 
 @contextmanager
 def _watched(children: dict[int, "subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Inside, this process ends if a child does."""
+    """Inside, this process exits if a child exits."""
     have_joined = threading.Event()
     watcher = threading.Thread(target=_watch, args=(children, have_joined), daemon=True)
     watcher.start()
@@ -118,7 +118,7 @@ def _watch(children: dict[int, "subprocess.Popen[bytes]"], have_joined: threadin
 
 def _kill(children: dict[int, "subprocess.Popen[bytes]"]) -> None:
     for child in tuple(children.values()):
-        child.kill()  # one that is stopped hears nothing else
+        child.kill()  # a stopped process handles no other signal
 
 
 def _end(children: dict[int, "subprocess.Popen[bytes]"]) -> None:

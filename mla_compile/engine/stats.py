@@ -1,4 +1,4 @@
-"""What a dashboard would read of an engine, in one place."""
+"""Counters and gauges of an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from mla_compile.engine.scheduler import Plan
 
 @dataclass
 class EngineStats:
-    """Counters since the engine was made, and how things stand now.
+    """Counters since the engine was built, and gauges.
 
-    num_steps: launched; num_mixed_steps: of these, the ones in which rows decode and prompts prefill.
-    num_tokens: that requests have received, those behind a stop string included.
-    num_prompt_tokens: of the prompts that began to run, and of what preempted ones had emitted; num_reused_tokens: of
-        these, the ones that were in the cache already.
-    num_verified, num_verified_tokens: rows that verification ran for, and the tokens that they emitted.
-    num_drafts: that these rows had.
-    num_preemptions: requests that lost their pages and run again.
+    num_steps: launched steps; num_mixed_steps: those in which rows decode and prompts prefill.
+    num_tokens: tokens that requests have received, including those after a stop string.
+    num_prompt_tokens: tokens of prompts that began to run, and emitted tokens of preempted requests that run again;
+        num_reused_tokens: those of them that were in the cache already.
+    num_verified, num_verified_tokens: rows verified, summed over steps, and the tokens that they emitted.
+    num_drafts: the drafts of these rows.
+    num_preemptions: times that a request lost its pages and had to run again.
     step_seconds: of the last call of `Engine.step` that launched something; total_step_seconds: of all of them.
 
-    rows_in_use, max_rows: requests that run, of how many.
+    rows_in_use, max_rows: running requests, and the maximum.
     num_waiting: requests in the queue.
-    pages_in_use, num_pages: held by requests, of how many. Pages that are kept for later prompts are not in use.
+    pages_in_use, num_pages: pages that requests hold, and the total. Pages kept for later prompts are not in use.
     """
 
     num_steps: int = 0
@@ -43,7 +43,7 @@ class EngineStats:
     num_pages: int = 0
 
     def count_launch(self, plan: Plan) -> None:
-        """A step was launched."""
+        """Count a launched step."""
         self.num_steps += 1
         self.num_mixed_steps += bool(plan.decodes and plan.chunks)
         self.num_preemptions += sum(not request.has_ended for request in plan.removed)
@@ -52,9 +52,9 @@ class EngineStats:
             self.num_reused_tokens += request.num_reused_tokens
 
     def count_reports(self, plan: Plan, reports: Sequence[RowReport]) -> None:
-        """What came of a step, before its requests take it in: those that have ended by now get nothing."""
-        told = [report for r, report in zip(plan.sampled, reports, strict=True) if not r.has_ended]
-        self.num_tokens += sum(len(report.tokens) for report in told)
+        """Count a step's reports, before they are applied; requests that have ended by now receive nothing."""
+        received = [report for r, report in zip(plan.sampled, reports, strict=True) if not r.has_ended]
+        self.num_tokens += sum(len(report.tokens) for report in received)
         decoded = zip(plan.decodes, reports[: len(plan.decodes)], strict=True)
         verified = [report for r, report in decoded if not r.has_ended]
         self.num_verified += len(verified)

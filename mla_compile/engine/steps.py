@@ -1,4 +1,4 @@
-"""The calls that steps are made of, and the states that they run on: compiled on first use, captured if they can be."""
+"""The calls of a step and the states that they run on: compiled on first use, and captured if possible."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +16,11 @@ from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, Specul
 from mla_compile.torch_internals import mark_varying, with_own_code
 
 EAGER_MIXED_STEPS = 16
-"""So many steps with prompts beside rows that decode run eagerly, and all with prompts before. A batch that comes to an
-idle engine needs no more, and waits for one compiled step instead of two."""
+"""Steps with prompts are compiled after this many steps that mix prompts and decode rows; until then they run eagerly.
+A batch on an idle engine needs no more, and so waits for one compilation instead of two."""
 
 VERIFY = "verify"
-"""The step's first half, where tokens are chosen on the host."""
+"""The name of a step's first half, if the host chooses tokens."""
 
 StepCall = Callable[..., None]
 """A whole step, called with a state and, with prompts, their `PackedChunks`."""
@@ -29,15 +29,15 @@ StepCall = Callable[..., None]
 class Steps:
     """The steps of one engine.
 
-    Steps with prompts run eagerly until they are warmed up or `EAGER_MIXED_STEPS` have run, and always where no CUDA
-    graph is recorded: compiling them would take longer than it saves. Where tokens are chosen on the host a step is a
-    call for each half, and what chooses between them runs eagerly. With `batch_invariant` all of this is compiled, and
-    from the first step on, since compiled code and eager code round differently.
+    Steps with prompts run eagerly until they are warmed up or `EAGER_MIXED_STEPS` have run, and always if no CUDA
+    graphs are recorded: compiling them would take longer than it saves. If the host chooses tokens, each half of a step
+    is one call, and choosing between them runs eagerly. With `batch_invariant` all of this is compiled from the first
+    step on, since compiled code and eager code round differently.
 
     decoders: greedy (False) and sampled (True).
-    pads: whether prompts are padded to a few sizes: each is captured.
-    num_mixed: steps with rows that decode and prompts by now. warms_prompts: whether steps with prompts are warmed up.
-    around: for debugging, what makes the call of each whole step, of it and of the decoder that does the same eagerly.
+    pads: whether prompts are padded to a few sizes, each of which is captured.
+    num_mixed: steps with decode rows and prompts so far. warms_prompts: whether steps with prompts are warmed up.
+    around: for debugging, wraps the call of each whole step; it gets the call and its decoder, which runs it eagerly.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Steps:
 
     @property
     def compiles_prompts(self) -> bool:
-        """Whether steps with prompts are compiled by now."""
+        """Whether steps with prompts are compiled now."""
         pays = self.pads and (self.warms_prompts or self.num_mixed > EAGER_MIXED_STEPS)
         return pays or self._config.batch_invariant
 
@@ -78,7 +78,7 @@ class Steps:
         return step if self.around is None else self.around(step, decoder)
 
     def verify(self, variant: Variant, *, prompts: bool) -> Callable[..., tuple[Tensor, ForwardOutput]]:
-        """A step's first half, called like a whole one; what it returns is overwritten by the next replay."""
+        """A step's first half, called like a whole one; the next replay overwrites what it returns."""
         method = self._decoders[variant.sampled].verify
         if prompts:
             return self._call(f"mixed, {VERIFY}", method, compile=self.compiles_prompts)
@@ -118,7 +118,7 @@ class Steps:
     def _call(
         self, name: str, method: Callable[..., Any], *, compile: bool = True, captured: bool = True
     ) -> Callable[..., Any]:
-        """A decoder's method, compiled on its first call; `name` tells it from others."""
+        """A decoder's method, compiled on its first call; `name` identifies it."""
         config, key = self._config, (name, compile)
         if key not in self._calls:
             call = method
@@ -135,9 +135,9 @@ class Steps:
         return self._calls[key]
 
     def state_for(self, count: int, variant: Variant, num_stop_ids: int) -> DecodeState:
-        """The state of the smallest bucket with so many rows, always the same one: graphs know its addresses.
+        """The state of the smallest bucket with at least `count` rows, allocated once: graphs hold its addresses.
 
-        num_stop_ids: places for them in a row.
+        num_stop_ids: places for stop ids per row.
         """
         rows = next(size for size in self.sizes if size >= count)
         num_logprobs = variant.num_logprobs
@@ -162,12 +162,12 @@ class Steps:
 
 def _compiles_mixed(model: ServedModel, why_not_captured: str | None) -> bool:
     """Whether it pays to compile steps with prompts in them, and to pad their prompts to a few sizes."""
-    # Uncaptured, they would save less than compiling takes. Recurrent layers take lengths on the host.
+    # Uncaptured, they would save less time than compiling takes. Recurrent layers need lengths on the host.
     return why_not_captured is None and not model.is_recurrent
 
 
 def _why_not_captured(config: FittedConfig, device: torch.device) -> str | None:
-    """Why no CUDA graph will be recorded; None where they will."""
+    """Why no CUDA graph will be recorded; None if graphs will be."""
     if not config.compile:
         return "compile=False"
     if not config.captures:

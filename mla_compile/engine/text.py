@@ -41,10 +41,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model with what turns text into its token ids and back.
+    """A model, its tokenizer and its stop ids.
 
-    tokenizer: None where there is none; prompts are token ids then.
-    stop_ids: the end-of-sequence ids that the checkpoint names, those that are in its vocabulary.
+    tokenizer: None if there is none; prompts are then token ids.
+    stop_ids: the checkpoint's end-of-sequence ids that are in its vocabulary.
     """
 
     model: MLAForCausalLM
@@ -69,23 +69,23 @@ class Checkpoint:
         """Load a directory in Hugging Face format; other arguments and errors are those of `load_model`.
 
         Args:
-            tokenizer: a directory to take the tokenizer from, where the checkpoint's own is code, say.
-            text: whether text will be tokenized. Then a tokenizer that cannot be loaded is an error, before any weight
-                is read; else it counts as none.
+            tokenizer: a directory with the tokenizer to use, for example if the checkpoint's own is code.
+            text: whether text will be tokenized. If so, a tokenizer that cannot be loaded is an error, before any
+                weight is read; if not, it is ignored.
             tensor_parallel_size: processes that share the model, each with a GPU of its own unless `device` is "cpu".
-                This one is rank 0; the others are started, and end with it.
+                This process is rank 0; it starts the others, which end with it.
             expert_parallel: see `Parallel`.
 
         Raises:
-            MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one; a
-                `tensor_parallel_size` that does not divide the model, or for which there are too few GPUs;
-                `expert_parallel` without other processes.
+            MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one;
+                `tensor_parallel_size` does not divide the model or exceeds the number of GPUs; `expert_parallel`
+                without other processes.
         """
         size = tensor_parallel_size
         if type(size) is not int or size < 1:
-            raise MLAError("tensor_parallel_size", "a number of processes from 1 on", f"{size!r:.80}")
+            raise MLAError("tensor_parallel_size", "a number of processes >= 1", f"{size!r:.80}")
         if expert_parallel and size == 1:
-            hint = "give tensor_parallel_size=2, say, with it"
+            hint = "use tensor_parallel_size=2, for example"
             raise MLAError("expert_parallel", "more than one process", size, hint)
         directory = directory_of(path)
         config, _ = read_config(directory)
@@ -140,9 +140,9 @@ def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "Pr
 
 
 def _stop_ids(directory: Path, of_config: int | list[int] | None, vocab_size: int) -> list[int]:
-    """End-of-sequence ids: those of generation_config.json where it names any, else the config's.
+    """End-of-sequence ids: those of generation_config.json if it has any, else the config's.
 
-    Those outside of the vocabulary, which no token can be, are left out.
+    Ids outside of the vocabulary are left out.
     """
     name = "generation_config.json"
     generation = read_object(directory, name, most=MOST_CONFIG) or {}
@@ -166,13 +166,13 @@ def fitting_engine(
 ) -> Engine:
     """An engine large enough to complete these prompts.
 
-    A step is compiled for the width of block tables and the number of cache pages. Both are those of an `Engine` of no
-    stated size, or powers of two where these prompts need more: other prompts, commands and processes then find the
+    A step is compiled for the width of block tables and the number of cache pages. Both are those of an `Engine` with
+    default sizes, or powers of two if these prompts need more: other prompts, commands and processes then find the
     compiled step in Inductor's cache.
 
-    sampling: as for `Engine.generate`; its `n` and `max_tokens` count.
-    settings: of `EngineConfig`. By default 3 tokens are drafted a step where the checkpoint has an MTP layer or a
-        drafter is named, else none.
+    sampling: as for `Engine.generate`; `n` and `max_tokens` determine sizes.
+    settings: of `EngineConfig`. By default steps have 3 drafts if the checkpoint has an MTP layer or a drafter is
+        given, else none.
     """
     model = checkpoint.model
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
@@ -194,7 +194,7 @@ def fitting_engine(
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -216,25 +216,25 @@ def generate(
 
         >>> generate(["In the beginning"], max_new_tokens=16)[0].text
 
-    It loads and compiles on each call: to complete more prompts later, keep a `load_model` and an `Engine`.
+    Each call loads and compiles: to complete more prompts later, keep the results of `load_model` and `Engine`.
 
     Args:
         prompts: texts, or token ids `[tokens]` each.
         model: a directory in Hugging Face format; by default the small model that comes with the package.
-        tokenizer: a directory to take the tokenizer from, where the model's own is code, which is never run. Without a
+        tokenizer: a directory with the tokenizer to use, if the model's own is code, which is never run. Without a
             tokenizer prompts are token ids, and completions have no text.
-        max_new_tokens: at most so many tokens a prompt, where its `SamplingParams.max_tokens` says nothing.
+        max_new_tokens: maximum new tokens per prompt; a prompt's `SamplingParams.max_tokens` takes precedence.
         sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
             after the other in the list.
-        grammars: what completions may say, for all prompts, or one for each; None for a free one.
+        grammars: constrain completions: one for all prompts, or one for each; None for no constraint.
         dtype, device: of weights and caches.
-        quantize, dequantize: as for `load_model`: whether weights are quantised to FP8, or FP8 ones are not kept.
-        settings: of the engine, see `EngineConfig`. By default `num_speculative_tokens` is 3 where the checkpoint has
-            an MTP layer or `drafter` is given, else 0, and the sizes are as large as these prompts need.
+        quantize, dequantize: as for `load_model`: quantise weights to FP8, or convert FP8 weights to `dtype`.
+        settings: of the engine, see `EngineConfig`. By default `num_speculative_tokens` is 3 if the checkpoint has an
+            MTP layer or `drafter` is given, else 0, and the sizes are as large as these prompts need.
 
     Returns:
-        The completions, in order; each ends after an end-of-sequence id of the checkpoint, where its `SamplingParams`
-        say, after `max_new_tokens`, or at the model's `max_position_embeddings`.
+        The completions, in order; each ends after an end-of-sequence id of the checkpoint, by its `SamplingParams`,
+        after `max_new_tokens`, or at the model's `max_position_embeddings`.
 
     Raises:
         MLAError: a bad argument, prompt or checkpoint, named, before anything runs.

@@ -1,4 +1,4 @@
-"""Noticing that a model's weights have changed, as cached latents are those of the weights that they were made with."""
+"""Detects that a model's weights have changed, since cached latents belong to the old weights."""
 
 from torch import Tensor, nn
 
@@ -6,11 +6,11 @@ from mla_compile.torch_internals import memory_of
 
 
 class Weights:
-    """A model's parameters and saved buffers, as they were at the last look; none of what is no `nn.Module`.
+    """A snapshot of a model's parameters and saved buffers; empty if the model is not an `nn.Module`.
 
-    A look takes some 0.5 us a tensor: it walks the modules, and reads which memory each tensor has and torch's count of
-    writes. So it notices tensors that are written to in place, and other tensors or modules in their place. torch does
-    not count what is written through `.data`, by fused optimizers, or to tensors of inference mode.
+    A check takes some 0.5 us per tensor: it walks the modules, and reads each tensor's address and torch's count of
+    writes. So it detects in-place writes, and tensors or modules that were replaced. torch does not count writes
+    through `.data`, by fused optimizers, or to inference tensors.
     """
 
     def __init__(self, model: object) -> None:
@@ -19,7 +19,7 @@ class Weights:
         self.have_changed()
 
     def have_changed(self) -> bool:
-        """Whether they have since the last call."""
+        """Whether they have changed since the last call."""
         before, self._seen = self._seen, memory_of(self._tensors())
         return self._seen != before
 

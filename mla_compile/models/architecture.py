@@ -1,4 +1,4 @@
-"""What our model needs to know of a transformers config, with the model families' differences settled here."""
+"""The architecture that a transformers config describes, in one form for all model families."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SAME_AS = {name: name for name in MODEL_TYPES} | {"kimi_k2": "deepseek_v3"}
-"""What each `model_type` of a checkpoint is read as. Moonshot names DeepSeek-V3's architecture otherwise."""
+"""How each `model_type` of a checkpoint is read. Kimi-K2 has DeepSeek-V3's architecture under another name."""
 
-# Settings that change the computation and have one value in every published checkpoint. A config that does not have
-# the setting means that value. DeepSeek's own code and transformers disagree on a normalised softmax routing.
+# Settings that change the computation and have one value in every published checkpoint, also the default of a config
+# without the setting. DeepSeek's own code and transformers disagree on a normalised softmax routing.
 _ONLY_VALUE: dict[str, dict[str, object]] = {
     "": {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1},
     "deepseek_v2": {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
@@ -31,7 +31,7 @@ class Routing:
     scoring: "sigmoid" with a learned correction bias, a group scored by its two best experts (DeepSeek-V3,
         arXiv 2412.19437, section 2.1.2); "softmax", a group scored by its best expert (DeepSeek-V2, arXiv 2405.04434).
     num_groups, topk_groups: experts are chosen within the `topk_groups` best of `num_groups` equal groups.
-    normalize: whether the chosen experts' weights are made to sum to 1, before `scaling_factor` multiplies them.
+    normalize: whether the chosen experts' weights are normalised to sum to 1, before `scaling_factor` multiplies them.
     """
 
     scoring: Literal["sigmoid", "softmax"]
@@ -44,7 +44,7 @@ class Routing:
 
     @classmethod
     def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Routing":
-        """Raises `MLAError`, `prefix` before a setting's name, where `topk` experts cannot be chosen."""
+        """Raises `MLAError`, with `prefix` before a setting's name, if `topk` experts cannot be chosen."""
         softmax = config.model_type == "deepseek_v2"
         if softmax and config.topk_method not in ("greedy", "group_limited_greedy"):
             expected = "'greedy' or 'group_limited_greedy'"
@@ -112,7 +112,7 @@ class Architecture:
 
     @property
     def latent_width(self) -> int:
-        """What the cache holds per token and layer: the latent and the rotary key."""
+        """The width of the cache per token and layer: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -125,10 +125,10 @@ class Architecture:
     def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Architecture":
         """Read a `DeepseekV2Config`, `DeepseekV3Config` or `Glm4MoeLiteConfig`.
 
-        prefix: what comes before a setting's name in an error.
+        prefix: precedes a setting's name in an error.
 
         Raises:
-            MLAError: another model type, a setting out of its limits, one that this model does not compute, named.
+            MLAError: another model type, or a setting out of its limits or not supported, named.
         """
         model_type = getattr(config, "model_type", type(config).__name__)
         if model_type not in MODEL_TYPES:

@@ -41,7 +41,7 @@ class MLAAttention(nn.Module):
         return up_projections(self.kv_b_proj.weight, self.num_heads, self.arch.qk_nope_head_dim)
 
     def cache_specs(self, name: str, owner: Owner, lookahead: int = 0) -> list[CacheSpec]:
-        """What the layer caches: latents in the weights' dtype."""
+        """The layer's cache: latents in the weights' dtype."""
         weight, width = self.kv_b_proj.weight, self.arch.latent_width
         return [CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)]
 

@@ -1,4 +1,4 @@
-"""Loading Hugging Face checkpoints. transformers is imported here, when a checkpoint is loaded, and not before."""
+"""Loads Hugging Face checkpoints. transformers is imported only when a checkpoint is loaded."""
 
 from contextlib import nullcontext
 from os import PathLike
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 MOST_CONFIG = 2**24
-"""Bytes of a file of settings."""
-_FLOAT8_SCALE = "F8_E8M0"  # in safetensors' words
+"""Maximum bytes of a file of settings."""
+_FLOAT8_SCALE = "F8_E8M0"  # safetensors' name
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
 
@@ -54,28 +54,27 @@ def load_model(
 ) -> MLAForCausalLM:
     """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
 
-    Weights in FP8, with a scale for each block of 128 x 128, stay so; of other blocks they are dequantised. The config
+    FP8 weights with a scale for each block of 128 x 128 stay FP8; those with other blocks are dequantised. The config
     is checked before any other file is opened, and every tensor by its header before the first one is read.
-    docs/checkpoints.md says what a checkpoint may make this do.
+    docs/checkpoints.md says what loading a checkpoint may do.
 
     Args:
         path: the checkpoint's directory.
-        dtype: what weights are converted to, but for FP8 ones, and what is computed in; the routers' correction biases
-            stay float32.
-        device: where they go, one at a time.
-        mtp: whether to have the MTP layer; None: where the checkpoint holds its tensors, whatever its config says.
+        dtype: of weights, except FP8 ones, and of the computation; the routers' correction biases stay float32.
+        device: of the weights, which are moved one at a time.
+        mtp: whether to have the MTP layer; None: if the checkpoint holds its tensors, regardless of its config.
         quantize: "fp8": quantise linear layers and experts to FP8. Embedding, head, `kv_b_proj`, routers and the MTP
-            layer's `eh_proj` stay as they are, and a checkpoint that is FP8 does.
-        dequantize: have all weights in `dtype`.
-        parallel: load the part of one of several processes that share the model; see docs/parallel.md. Of each tensor
-            that is divided, no more than the part is read; where it is dequantised, the blocks that the part lies in.
-            What fails in one process fails in all.
+            layer's `eh_proj` stay in `dtype`; an FP8 checkpoint stays as it is.
+        dequantize: convert all weights to `dtype`.
+        parallel: load the part of one of several processes that share the model; see docs/parallel.md. Only that part
+            of each divided tensor is read, or the blocks that overlap it if it is dequantised. An error in one process
+            is an error in all.
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
-            tensors (all in one error), several MTP layers, or none where `mtp` asks for one; a dtype that is not
-            floating, a device that this machine lacks; another `quantize`, or `dequantize` beside it; a number of
-            processes that the model cannot be divided among, or a place that this process does not have.
+            tensors (all in one error), several MTP layers, or none with `mtp=True`; a dtype that is not floating, a
+            device that this machine lacks; another `quantize`, or `dequantize` with it; a number of processes that the
+            model cannot be divided among, or a `parallel` that is not this process's.
     """
     if parallel is not None:
         check_parallel(parallel)
@@ -89,7 +88,7 @@ def load_model(
         )
     with together():
         model.to_empty(device=device)
-        pack_adjacent(model)  # before they have values
+        pack_adjacent(model)  # before the weights have values
         loader = WeightLoader(model, files, block, device)
         with announce_if_slow("loading the checkpoint", loader.num_bytes, is_shown=is_shown) as advance:
             loader.run(advance)
@@ -97,7 +96,7 @@ def load_model(
         try:
             connect(model.device)  # before any step is compiled or recorded
         except Exception:
-            parallel.ranks.fail()  # the others may wait for this one in there
+            parallel.ranks.fail()  # the others may wait for this one in `connect`
             raise
     return model.eval()
 
@@ -110,14 +109,14 @@ def meta_model(
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
 ) -> MLAForCausalLM:
-    """The model that `load_model` makes, on the meta device; of the directory only config.json is read.
+    """The model that `load_model` builds, on the meta device; only config.json is read.
 
-    Of FP8 checkpoints the same weights are taken to be FP8 as of all published ones.
+    For an FP8 checkpoint it assumes that the same weights are FP8 as in all published ones.
 
-    path, dtype, quantize, dequantize: see `load_model`. mtp: None: where the config names an MTP layer.
+    path, dtype, quantize, dequantize: see `load_model`. mtp: None: if the config has an MTP layer.
 
     Raises:
-        MLAError: what `load_model` says of a config and of these arguments.
+        MLAError: as `load_model` for the config and these arguments.
     """
     config, block = read_config(Path(path))
     _check_quantize(quantize, dequantize, block)
@@ -137,9 +136,9 @@ def open_checkpoint(
     dequantize: bool = False,
     parallel: Parallel | None = None,
 ) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
-    """The model that `load_model` would fill, on the meta device, its files, and the FP8 block of their weights.
+    """The model that `load_model` fills, still on the meta device, its files, and the FP8 block of their weights.
 
-    All that `load_model` refuses of a file is refused here.
+    It makes all checks of files that `load_model` documents.
     """
     directory = directory_of(path)
     config, block = read_config(directory)
@@ -155,7 +154,7 @@ def open_checkpoint(
     _check(model, files, directory, block)
 
     def is_fp8(name: str) -> bool:
-        """Whether a parameter is FP8 in the checkpoint, in a form that ops take, or becomes it."""
+        """Whether a parameter becomes FP8, or is FP8 in the checkpoint with blocks that ops support."""
         parameter = model.get_parameter(name)
         read = parts(name, parameter, model.arch.num_layers, files.entries)
         in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
@@ -163,7 +162,7 @@ def open_checkpoint(
             return quantize is not None and "eh_proj" not in name
         if block != (BLOCK, BLOCK) or not all(in_fp8):
             return False
-        # Of gate and up in one tensor a block may have rows of both.
+        # If gate and up are one tensor, a block must not span both.
         return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
 
     if not dequantize:
@@ -177,23 +176,23 @@ def open_checkpoint(
 
 
 def directory_of(path: object) -> Path:
-    """A checkpoint's, as it was given. Raises `MLAError` for what is no path."""
+    """A checkpoint's directory as a `Path`. Raises `MLAError` unless `path` is a str or a path."""
     if not isinstance(path, str | PathLike):
         raise MLAError("path", "a checkpoint's directory", f"{path!r:.80}")
     return Path(path)
 
 
 def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
-    """A checkpoint's config, checked, and the FP8 block of its weights, None where they are plain.
+    """A checkpoint's config, checked, and the FP8 block of its weights, None if they are not FP8.
 
     Raises:
-        MLAError: no directory, no config, or what is wrong with it, with the file and the setting named.
+        MLAError: no directory, no config, or a bad setting, with the file and the setting named.
     """
     file = directory / CONFIG
     raw = read_object(directory, CONFIG, most=MOST_CONFIG) if directory.is_dir() else None
     if raw is None:
         got = "none" if directory.is_dir() else "no such directory"
-        raise MLAError(str(file), "a checkpoint's config", got, "give a directory in Hugging Face format")
+        raise MLAError(str(file), "a checkpoint's config", got, "use a directory in Hugging Face format")
     prefix = f"{file}: "
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in SAME_AS:
@@ -201,24 +200,24 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     check_settings(raw, SETTINGS, prefix)
     block = fp8.block_size_of(raw, prefix)
     known = {name: raw[name] for name in SETTINGS if name in raw} | _rope(raw, prefix)
-    # transformers asks for Python's float, and JSON writes some as 1.
+    # transformers requires a Python float, and JSON may have 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
     if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
         known["num_key_value_heads"] = known[
             "num_attention_heads"
-        ]  # as MLA has them; transformers' value is another
+        ]  # MLA has as many; transformers' default differs
     config = _config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
 
 
 def names_mtp(config: "PreTrainedConfig") -> bool:
-    """Whether a config speaks of an MTP layer; the checkpoint's tensors have the last word."""
+    """Whether a config has an MTP layer. `load_model` decides by the checkpoint's tensors instead."""
     return bool(getattr(config, "num_nextn_predict_layers", 0))
 
 
 def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """What a config.json says of positions, in the place where transformers 5 has it."""
+    """The rotary settings of a config.json, in the form of transformers 5."""
     top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
     check_settings(top, ROPE_SETTINGS, prefix)
     for key in ("rope_scaling", "rope_parameters"):  # the first has precedence
@@ -235,7 +234,7 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
     from transformers import AutoConfig
 
     try:
-        # Transformers' own class, and these settings only: others would lead it to other files and to code.
+        # Transformers' own class, and only these settings: others could make it read other files or run code.
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # its validators raise many classes, all about the file's contents
         raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
@@ -245,7 +244,7 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
 def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         expected = "a float dtype: float16, bfloat16, float32 or float64"
-        raise MLAError("dtype", expected, f"{dtype!r:.80}", "give torch.bfloat16")
+        raise MLAError("dtype", expected, f"{dtype!r:.80}", "for example torch.bfloat16")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
@@ -260,24 +259,20 @@ def _check_quantize(quantize: object, dequantize: object, block: tuple[int, int]
     if quantize is not None and dequantize:
         raise MLAError("quantize, dequantize", "one of the two", "both", "leave one out")
     if quantize is not None and block not in (None, (BLOCK, BLOCK)):
-        hint = "leave it out: they are dequantised then"
-        raise MLAError(
-            "quantize", f"weights that are plain, or FP8 in blocks of {BLOCK} x {BLOCK}", block, hint
-        )
+        hint = "leave it out, and they are dequantised"
+        raise MLAError("quantize", f"weights without FP8, or FP8 in blocks of {BLOCK} x {BLOCK}", block, hint)
 
 
 def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory: Path) -> None:
-    """Before a layer is built: that the files have tensors of each."""
+    """Check, before a layer is built, that the files have tensors of each."""
     held = layers_of(files.entries)
     if files.entries and not held:
-        hint = "save the language model itself, with no wrapper around it, by ...ForCausalLM.save_pretrained"
+        hint = "save the language model itself, without a wrapper, by ...ForCausalLM.save_pretrained"
         got = f"{next(iter(files.entries))!r:.80}"
         raise MLAError(str(directory), "tensors named model.layers.0. and so on", got, hint)
     missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
     if missing is not None:
-        expected = (
-            f"a number of layers that the safetensors files hold, and they hold none of layer {missing}"
-        )
+        expected = f"the number of layers in the safetensors files, which have no tensor of layer {missing}"
         raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, config.num_hidden_layers)
 
 
@@ -297,12 +292,12 @@ def _has_mtp(
 def _check(
     model: MLAForCausalLM, files: SafetensorFiles, directory: Path, block: tuple[int, int] | None
 ) -> None:
-    """Compare a checkpoint's headers with what the model (on the meta device) wants."""
+    """Compare a checkpoint's headers with the tensors of the model (on the meta device)."""
     experts = num_separate_experts(model, files.entries)
     if experts > len(
         files.entries
-    ):  # each has three tensors: listing those would take as long as a config likes
-        expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
+    ):  # each has three tensors, and a hostile config could make listing them take for ever
+        expected = f"at most as many experts as the files have tensors, {len(files.entries)}"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
     required = {name: tuple(place.shape) for name, (place, _) in destinations(model, files.entries).items()}

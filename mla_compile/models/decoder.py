@@ -1,4 +1,4 @@
-"""Transformer layers: those of the trunk, and the multi-token prediction layer around one."""
+"""The transformer layer of the trunk, and the multi-token prediction layer, which wraps one."""
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from mla_compile.ops.collectives.collectives import all_reduce
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP or MoE, each normalised before and added after."""
+    """Attention and an MLP or MoE, each with a norm before it and a residual connection."""
 
     is_divided = False
-    """Whether this process has a part of the heads and of the MLP or experts; others have the rest (see `divide`)."""
+    """Whether this process has only a part of the heads and of the MLP or experts (see `divide`)."""
 
     def __init__(self, arch: Architecture, *, is_moe: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class DecoderLayer(nn.Module):
         )
 
     def _total(self, x: Tensor) -> Tensor:
-        """The sum over all processes that have a part."""
+        """The sum over all processes with a part of the layer."""
         return all_reduce(x) if self.is_divided else x
 
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class MLAForCausalLM(nn.Module):
-    """A language model with multi-head latent attention and, where `mtp`, one multi-token prediction layer.
+    """A language model with multi-head latent attention and, with `mtp`, one multi-token prediction layer.
 
     Inference only: no parameter requires a gradient. Call `caches.allocate(model.cache_specs(), ...)` before the first
     forward.
     """
 
     def __init__(self, config: "PreTrainedConfig", *, mtp: bool) -> None:
-        """Raises `MLAError` for a config that `Architecture.from_config` refuses."""
+        """Raises `MLAError` for a config that `Architecture.from_config` rejects."""
         super().__init__()
         self.config = config
         self.arch = arch = Architecture.from_config(config)
@@ -42,7 +42,7 @@ class MLAForCausalLM(nn.Module):
         )
         self.mtp = MTPLayer(arch) if mtp else None
         self.parallel: Parallel | None = None
-        """Where this process has a part of the model: which one."""
+        """This process's part of a shared model; None if it has the whole model."""
         self.requires_grad_(False)
 
     @property
@@ -51,7 +51,7 @@ class MLAForCausalLM(nn.Module):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions that it was made for."""
+        """The maximum number of positions."""
         positions: int = self.config.max_position_embeddings
         return positions
 
@@ -61,7 +61,7 @@ class MLAForCausalLM(nn.Module):
 
     @property
     def num_aux_layers(self) -> int:
-        """Layers of the trunk, whose outputs `forward` gives as `aux_layers`."""
+        """The number of trunk layers, whose outputs `forward` can return as `aux_layers`."""
         return len(self.layers)
 
     @property
@@ -83,7 +83,7 @@ class MLAForCausalLM(nn.Module):
         return specs
 
     def prepare(self, num_pages: int) -> None:
-        """Nothing: the caches are all that the model keeps of its rows."""
+        """Does nothing: the model keeps no state of rows besides the caches."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
@@ -94,7 +94,7 @@ class MLAForCausalLM(nn.Module):
             token_ids: int64 `[tokens]`, decode rows first, then prefill tokens.
             positions: int64 `[tokens]`, each token's place in its sequence.
             batch: the tokens' rows and slots.
-            aux_layers: layers whose outputs are asked for too, by index.
+            aux_layers: indices of layers whose outputs are returned too.
         """
         rope = self.rotary(positions)
         hidden = self._embed(token_ids)
@@ -110,8 +110,8 @@ class MLAForCausalLM(nn.Module):
         logits = F.linear(hidden, head.weight)
         if self.parallel is None:
             return logits
-        every = all_gather(logits.flatten(0, -2), self.parallel.size)
-        return every.view(*hidden.shape[:-1], self.vocab_size)
+        gathered = all_gather(logits.flatten(0, -2), self.parallel.size)
+        return gathered.view(*hidden.shape[:-1], self.vocab_size)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """int64 `[tokens]` to `[tokens, hidden_size]`."""
@@ -130,8 +130,8 @@ class MLAForCausalLM(nn.Module):
 
         Args:
             next_token_ids: int64 `[tokens]`: at position i the token of position i + 1.
-            hidden: `[tokens, hidden_size]`: what `forward` returned for these positions, or, in a chained draft, what
-                this method returned for the position before.
+            hidden: `[tokens, hidden_size]`: the result of `forward` for these positions or, in a chained draft, the
+                result of this method for the position before.
             positions: int64 `[tokens]`, the positions i.
             batch: the tokens' rows and slots.
 
@@ -143,7 +143,7 @@ class MLAForCausalLM(nn.Module):
         """
         if self.mtp is None:
             raise MLAError(
-                "mtp", "a model with an MTP layer", "one without", "load a checkpoint that has one"
+                "mtp", "a model with an MTP layer", "one without it", "load a checkpoint that has one"
             )
         out: Tensor = self.mtp(self._embed(next_token_ids), hidden, self.rotary(positions), batch)
         return out

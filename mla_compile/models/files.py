@@ -1,4 +1,4 @@
-"""A checkpoint's files: plain names of regular files inside its directory, and strict JSON in them."""
+"""Reads a checkpoint's files, which must be regular files with plain names inside its directory, with strict JSON."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from mla_compile.errors import MLAError
 _PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 _SHARED_BLOB = re.compile(
     r"[0-9a-f]{64}"
-)  # a file of the Hugging Face cache's store, which its repositories share
+)  # a file of the Hugging Face cache's store, which repositories share
 
 
 def plain_file(directory: Path, name: str) -> Path | None:
-    """Where the file `name` of a checkpoint is, links followed; None where there is none.
+    """The path of the file `name` of a checkpoint, with links resolved; None if there is none.
 
     Raises:
         MLAError: the name is a path, the file is a link out of the checkpoint, or not a regular file.
@@ -31,7 +31,7 @@ def plain_file(directory: Path, name: str) -> Path | None:
     except FileNotFoundError as error:
         if not file.is_symlink():
             return None
-        raise MLAError(str(file), "a file", "a link to nothing", "download it again") from error
+        raise MLAError(str(file), "a file", "a broken link", "download it again") from error
     except (OSError, RuntimeError) as error:  # pathlib raises a RuntimeError for a loop of links
         raise MLAError(str(file), "a readable file", error) from error
     if not _belongs(real, directory.resolve()):
@@ -43,7 +43,7 @@ def plain_file(directory: Path, name: str) -> Path | None:
 
 
 def _belongs(real: Path, directory: Path) -> bool:
-    """Inside the directory, or where the Hugging Face cache keeps the files of a snapshot.
+    """Whether a file is in the directory, or where the Hugging Face cache keeps the files of a snapshot.
 
     `<cache>/models--<name>/snapshots/<commit>/` holds links to `<cache>/models--<name>/blobs/<etag>`, and since
     huggingface_hub 2 those may be links to `<cache>/blobs/<two digits>/<hash>`.
@@ -58,7 +58,7 @@ def _belongs(real: Path, directory: Path) -> bool:
 
 
 def read_text(directory: Path, name: str, *, most: int) -> str | None:
-    """A file in UTF-8 of at most `most` bytes; None where there is none. Raises `MLAError` as `plain_file` does."""
+    """A UTF-8 file of at most `most` bytes; None if there is none. Raises `MLAError` as `plain_file` does."""
     real = plain_file(directory, name)
     if real is None:
         return None
@@ -74,10 +74,10 @@ def read_text(directory: Path, name: str, *, most: int) -> str | None:
 
 
 def read_object(directory: Path, name: str, *, most: int) -> dict[str, Any] | None:
-    """The JSON object that a file of at most `most` bytes holds; None where there is no file.
+    """The JSON object in a file of at most `most` bytes; None if there is no file.
 
     Raises:
-        MLAError: as `plain_file` does; no JSON, nested too deeply, a key that comes twice, NaN or an infinite number,
+        MLAError: as `plain_file` does; invalid JSON, nested too deeply, a repeated key, NaN or an infinite number,
             something other than an object.
     """
     text = read_text(directory, name, most=most)
@@ -85,7 +85,7 @@ def read_object(directory: Path, name: str, *, most: int) -> dict[str, Any] | No
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
-    """The JSON object in `text`, which errors call `name`. Raises `MLAError` as `read_object` does."""
+    """The JSON object in `text`, called `name` in errors. Raises `MLAError` as `read_object` does."""
     try:
         value = json.loads(
             text, object_pairs_hook=without_repeats, parse_constant=_finite, parse_float=_finite
@@ -100,7 +100,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 class RepeatedKey(ValueError):
-    """JSON has a key twice in one object, of which Python's reader would keep the last."""
+    """A JSON object has a key twice; Python's reader would keep only the last one."""
 
     def __init__(self, key: str) -> None:
         self.key = key[:80]
@@ -108,7 +108,7 @@ class RepeatedKey(ValueError):
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, for `json.loads`; raises `RepeatedKey`."""
+    """An `object_pairs_hook` for `json.loads` that raises `RepeatedKey`."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Layers whose weights are block FP8, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2), and stay so."""
+"""Layers with weights in block FP8, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,11 +15,11 @@ from mla_compile.ops.linear.fp8 import DTYPE, scale_shape
 from mla_compile.ops.linear.fp8_linear import fp8_linear
 
 SCALE_SUFFIX = "_scale_inv"
-"""What the scales of a weight are called, after its name. Despite it they multiply: they are the inverse of the scales
-that quantised."""
+"""Suffix of the name of a weight's scales. Despite the name they multiply the weight: they are the inverse of the
+quantisation scales."""
 _PLAIN = ("kv_b_proj", "lm_head")
-"""Layers that are never FP8 here: the first one's heads straddle blocks (192 rows), and the second is shared with the
-embedding in some models."""
+"""Layers that are never FP8 here: the heads of `kv_b_proj`, 192 output features each, straddle blocks, and some models
+share `lm_head` with the embedding."""
 
 
 class FP8Linear(KeepsDtype):
@@ -37,7 +37,7 @@ class FP8Linear(KeepsDtype):
 
 
 class FP8Experts(KeepsDtype):
-    """`Experts` whose weights are FP8; gate and up have blocks of their own."""
+    """`Experts` with FP8 weights; gate and up have separate blocks."""
 
     kept = ("w_gate_up", "w_gate_up_scale_inv", "w_down", "w_down_scale_inv")
 
@@ -65,9 +65,9 @@ def _frozen(x: Tensor) -> nn.Parameter:
 
 
 def put_fp8_layers(model: nn.Module, is_fp8: Callable[[str], bool]) -> None:
-    """Replace the linear layers and experts of a model whose weights are to be FP8; their values are lost.
+    """Replace linear layers and experts of a model by FP8 ones; their values are lost.
 
-    is_fp8: whether a parameter is to be, by its name. Of experts, both or none are.
+    is_fp8: whether a parameter is to be FP8, by its name. Experts are replaced only if both of their weights are.
     """
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
@@ -82,10 +82,10 @@ def put_fp8_layers(model: nn.Module, is_fp8: Callable[[str], bool]) -> None:
 
 
 def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | None:
-    """A checkpoint's FP8 block, rows by columns, from its config.json; None where its weights are plain.
+    """A checkpoint's FP8 block, `[out, in]` features, from its config.json; None if its weights are not quantised.
 
     Raises:
-        MLAError: any other quantisation, `prefix` before the setting's name.
+        MLAError: any other quantisation, with `prefix` before the setting's name.
     """
     key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
     if key is None:

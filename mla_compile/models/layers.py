@@ -11,15 +11,15 @@ from mla_compile.ops.attention.norm_rope import rms_norm
 
 
 class KeepsDtype(nn.Module):
-    """A module that converts to another dtype without some of its tensors; these go along to other devices.
+    """A module in which some tensors keep their dtype; they still move to other devices.
 
-    kept: their names. `model.to(dtype)`, `half()`, `double()` and the like leave them as they are.
+    kept: their names. Conversions such as `model.to(dtype)`, `half()` and `double()` do not change them.
     """
 
     kept: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # The tensors themselves: one that is replaced must not be freed, as another could get its identity.
+        # References, so that no replaced tensor is freed: a new one could get the same id.
         kept = [getattr(self, name, None) for name in self.kept]
 
         def guarded(x: Tensor) -> Tensor:

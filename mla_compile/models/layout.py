@@ -1,6 +1,6 @@
-"""Weights of layers that read the same input, side by side in memory, so that the pass `fuse_linear` may join them.
+"""Makes the weights of layers with the same input adjacent in memory, so that the pass `fuse_linear` can join them.
 
-A parameter stays the same object, with its name, values and gradient. It becomes a view of one tensor of both.
+A parameter stays the same object, with its name, values and gradient. It becomes a view of a tensor with both weights.
 """
 
 from collections import Counter
@@ -13,34 +13,34 @@ from mla_compile.models.fp8 import FP8Linear
 from mla_compile.ops.adjacent import lies_before
 from mla_compile.torch_internals import storage_key
 
-SIDE_BY_SIDE = (
+ADJACENT = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
 )
-"""Names of two linear layers of a module that read the same input."""
+"""Names of pairs of linear layers of a module that read the same input."""
 
 _ALIGNMENT = 16
-"""Bytes. Kernels for weights that begin elsewhere are slower. Scales of FP8 weights are read one by one."""
+"""Bytes. Kernels are slower for weights at other addresses. Scales of FP8 weights are read one by one."""
 
 
 def pack_adjacent(model: nn.Module) -> None:
-    """Move the weights of those layers of `model` that `SIDE_BY_SIDE` names, two at a time.
+    """Make the weights of the layers in `ADJACENT` adjacent, and the scales of those in FP8.
 
-    Those of layers in FP8 with their scales. Left where they are: layers with a bias or of a subclass of `nn.Linear`
-    (quantised by others, parametrised), weights without values, of other dtypes or devices than their neighbour's, and
-    such as share memory. So a second call changes nothing, unless `model.to` has parted them.
+    Not moved: layers with a bias or of a subclass of `nn.Linear` (quantised by other libraries, parametrised), weights
+    on the meta device, pairs of different dtypes or devices, and weights that share memory. So a second call changes
+    nothing, unless `model.to` has separated them.
     """
     for first, second, alignment in _pairs(model):
         alike = (first.shape[1], first.dtype, first.device) == (second.shape[1], second.dtype, second.device)
         apart = all(w.is_contiguous() and w.untyped_storage().nbytes() == w.nbytes for w in (first, second))
         if alike and apart and first.nbytes % alignment == 0:
-            with torch.inference_mode(False):  # an inference tensor could not be trained
+            with torch.inference_mode(False):  # inference tensors could not be trained
                 both = torch.cat([first.data, second.data])
                 first.data, second.data = both.split([len(first), len(second)])
 
 
 def unpack_adjacent(model: nn.Module) -> None:
-    """Give the weights that `pack_adjacent` has moved memory of their own."""
+    """Give each weight that `pack_adjacent` has moved its own memory."""
     for first, second, _ in _pairs(model):
         if lies_before(first, second):
             with torch.inference_mode(False):
@@ -48,7 +48,7 @@ def unpack_adjacent(model: nn.Module) -> None:
 
 
 def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-    """Two weights in whose memory nothing else of the model lies, or their scales; where the second may begin."""
+    """Pairs of weights, or of their scales, that share memory with no other tensor of the model; and the alignment."""
     places = Counter(
         storage_key(tensor)
         for module in model.modules()
@@ -56,7 +56,7 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]
         if tensor is not None and type(tensor) in (nn.Parameter, torch.Tensor)
     )
     for module in model.modules():
-        for names in SIDE_BY_SIDE:
+        for names in ADJACENT:
             layers = (_weights(getattr(module, name, None)) for name in names)
             for first, second, alignment in zip(*layers, (_ALIGNMENT, 1), strict=False):
                 keys = {storage_key(first), storage_key(second)}
@@ -65,7 +65,7 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]
 
 
 def _weights(layer: object) -> list[nn.Parameter]:
-    """The weight of a plain linear layer, or of one in FP8 with its scales, if they may be moved; none of others."""
+    """The weight of a linear layer, and the scales of an FP8 one, if they may be moved; empty for other layers."""
     parameters = (
         layer._parameters if isinstance(layer, nn.Module) and type(layer) in (nn.Linear, FP8Linear) else {}
     )

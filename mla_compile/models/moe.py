@@ -12,7 +12,7 @@ from mla_compile.ops.experts.routing import choose_experts
 
 
 class Router(KeepsDtype):
-    """Chooses each token's experts and weighs them, as `Routing` says."""
+    """Computes each token's experts and their weights by a `Routing`."""
 
     kept = ("e_score_correction_bias",)
     e_score_correction_bias: Tensor
@@ -23,7 +23,7 @@ class Router(KeepsDtype):
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
         if routing.scoring == "sigmoid":
-            # In float32 whatever the model's dtype: in training it moves by steps that bfloat16 would lose.
+            # In float32 for every dtype of the model: bfloat16 would lose the small steps of its training.
             self.register_buffer(
                 "e_score_correction_bias", torch.zeros(routing.num_experts, dtype=torch.float32)
             )
@@ -62,7 +62,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts and the shared ones that every token passes."""
+    """Routed experts, and shared experts, which run for every token."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class MoE(nn.Module):
         self.experts = Experts(arch.routing.num_experts, arch.hidden_size, size)
         self.shared_experts = MLP(arch.hidden_size, size * arch.num_shared_experts)
         self.own_experts: range | None = None
-        """Those that this process has, where other processes have others; their sum is the caller's to make."""
+        """This process's experts with expert parallelism; the caller sums over processes. None for all."""
 
     def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
-        """`[tokens, hidden_size]` to the same shape; padding of the batch passes the shared experts only."""
+        """`[tokens, hidden_size]` to the same shape; only the shared experts run for padding of the batch."""
         weights, ids = self.gate(x)
         if self.own_experts is not None:
-            # Others weigh nothing here. One that is here anyway stands for them, as an op takes no hole.
+            # Experts of other ranks get weight 0 and a valid placeholder id.
             own = (ids >= self.own_experts.start) & (ids < self.own_experts.stop)
             weights = torch.where(own, weights, 0)
             ids = torch.where(own, ids - self.own_experts.start, 0)

@@ -1,4 +1,4 @@
-"""Hugging Face's names of our tensors."""
+"""Maps our tensors to their names in Hugging Face checkpoints."""
 
 import re
 from collections.abc import Container, Iterable
@@ -15,12 +15,12 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 def destinations(
     model: MLAForCausalLM, checkpoint: Container[str]
 ) -> dict[str, tuple[Tensor, Division | None]]:
-    """Where the tensors of a checkpoint go: each name, with the parameter or the part of one that it fills.
+    """For each tensor name of a checkpoint, the parameter, or the part of one, that the tensor fills.
 
-    And how the tensor is divided, where this process takes only a part of it.
+    And the tensor's `Division`, if this process reads only a part of it.
 
-    checkpoint: the names that it holds. Experts are published one by one (`mlp.experts.3.gate_proj.weight`); where
-        it holds `mlp.experts.gate_up_proj` instead, they are stacked, as transformers 5 has them in memory.
+    checkpoint: its tensor names. Experts are published one by one (`mlp.experts.3.gate_proj.weight`); if it has
+        `mlp.experts.gate_up_proj` instead, they are stacked, as transformers 5 has them in memory.
     """
     found: dict[str, tuple[Tensor, Division | None]] = {}
     parallel = model.parallel
@@ -30,7 +30,7 @@ def destinations(
         first = parallel.rank * len(tensor) if parallel is not None and is_by_expert else 0
         for name, place in parts(ours, tensor, model.arch.num_layers, checkpoint, first).items():
             part = how
-            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
+            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, or its gate or up
                 part = None if is_by_expert else Division(how.dim - 1, how.of)
             found[name] = place, part
     return found
@@ -39,9 +39,9 @@ def destinations(
 def parts(
     ours: str, tensor: Tensor, num_layers: int, checkpoint: Container[str], first_expert: int = 0
 ) -> dict[str, Tensor]:
-    """`destinations` of one of our tensors. Scales of FP8 weights are divided as the weights are.
+    """`destinations` of one of our tensors. Scales of FP8 weights are split like the weights.
 
-    first_expert: that a stack of experts begins with.
+    first_expert: the first expert of a stack.
     """
     name = hugging_face_name(ours, num_layers)
     prefix, _, kind = name.rpartition(".")
@@ -62,7 +62,7 @@ def parts(
 
 
 def hugging_face_name(ours: str, num_layers: int) -> str:
-    """Our name of a tensor to Hugging Face's, where the MTP layer counts as the layer after the trunk's last."""
+    """Our name of a tensor to Hugging Face's, which numbers the MTP layer as the one after the trunk's last."""
     if ours.startswith("lm_head."):
         return ours
     if not ours.startswith("mtp."):
@@ -74,7 +74,7 @@ def hugging_face_name(ours: str, num_layers: int) -> str:
 
 
 def shared_copies(model: MLAForCausalLM) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of tensors that a checkpoint may repeat and that the model takes from elsewhere."""
+    """Names and shapes of copies that a checkpoint may have, and that the model does not read."""
     mtp_layer = f"model.layers.{model.arch.num_layers}"
     names = [f"{mtp_layer}.embed_tokens.weight", f"{mtp_layer}.shared_head.head.weight"] if model.mtp else []
     if model.lm_head is None:
@@ -83,7 +83,7 @@ def shared_copies(model: MLAForCausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def num_separate_experts(model: MLAForCausalLM, checkpoint: Container[str]) -> int:
-    """How many experts `destinations` names one by one, all layers together."""
+    """The number of experts that `destinations` lists one by one, over all layers."""
     num_layers = model.arch.num_layers
     stacks = [
         (hugging_face_name(ours, num_layers), tensor.shape[0])
@@ -96,12 +96,12 @@ def num_separate_experts(model: MLAForCausalLM, checkpoint: Container[str]) -> i
 
 
 def layers_of(checkpoint: Iterable[str]) -> set[int]:
-    """Numbers of the layers that a checkpoint has tensors of."""
+    """The indices of the layers that a checkpoint has tensors of."""
     return {int(match[1]) for name in checkpoint if (match := _LAYER.match(name))}
 
 
 def layers_past_trunk(checkpoint: Iterable[str], num_layers: int) -> list[int]:
-    """Numbers of the layers that a checkpoint holds beyond the trunk's: its MTP layers."""
+    """The indices of the layers after the trunk in a checkpoint: its MTP layers."""
     return sorted(number for number in layers_of(checkpoint) if number >= num_layers)
 
 

@@ -1,4 +1,4 @@
-"""Which part of a model a process has, where several processes share one: `Parallel`."""
+"""`Parallel`: the part that a process has of a model that several processes share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from mla_compile.errors import MLAError
 from mla_compile.ranks import Ranks
 
 if dist.is_available():
-    # Its functions take as default arguments what the default group is when it is imported. Were that done by
-    # transformers, when a checkpoint is loaded, they would keep the group past `destroy_process_group`: gloo's threads
-    # would still run when the interpreter ends, and might end the process by "terminate called".
+    # Its functions bind the default group at import as a default argument. If transformers imported it while a
+    # checkpoint is loaded, they would keep the group past `destroy_process_group`: gloo's threads would still run when
+    # the interpreter ends, and might abort the process with "terminate called".
     import torch.distributed.nn.functional  # noqa: F401
 
 
@@ -22,10 +22,10 @@ class Parallel:
     """This process's place among those that share a model by tensor parallelism, each with a GPU of its own.
 
     rank: 0 to `size - 1`.
-    size: how many processes there are, all those of torch.distributed's default group.
-    expert_parallel: routed experts are divided by whole ones, not each by its intermediate width.
-    ranks: how the processes reach each other beside their collectives; None where there is no such process, as of a
-        model on the meta device.
+    size: number of processes, all those of torch.distributed's default group.
+    expert_parallel: each process has whole routed experts, not a part of each one's intermediate width.
+    ranks: the link among the processes, apart from their collectives; None without processes, as for a model on the
+        meta device.
     """
 
     rank: int
@@ -35,16 +35,16 @@ class Parallel:
 
     @classmethod
     def of_processes(cls, *, expert_parallel: bool = False) -> "Parallel":
-        """All processes of torch.distributed's default group, each of which calls this.
+        """This process's place in torch.distributed's default group; every process of the group calls this.
 
-        From now on they look after each other: where one is gone, the others end within 30 seconds, with a line on
+        From now on the processes watch each other: if one exits, the others end within 30 seconds, with a line on
         stderr that names it.
 
         Args:
             expert_parallel: see `Parallel`.
 
         Raises:
-            MLAError: there is no such group yet; `expert_parallel` is no boolean.
+            MLAError: there is no such group yet; `expert_parallel` is not a boolean.
         """
         if type(expert_parallel) is not bool:
             raise MLAError("expert_parallel", "True or False", f"{expert_parallel!r:.80}")
@@ -56,10 +56,10 @@ class Parallel:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """All processes leave the block together, and with an error if one of them does: none goes on to wait for it.
+        """All processes leave the block together, all with an error if one has an error: none waits for a failed one.
 
         Raises:
-            MLAError: another process has failed; which one, and how.
+            MLAError: another process has failed; the message has its rank and error.
         """
         failed: Exception | None = None
         try:
@@ -67,10 +67,10 @@ class Parallel:
         except Exception as error:
             failed = error
         assert self.ranks is not None, "see `check_parallel`"
-        of_all = self.ranks.of_all("" if failed is None else f"{failed}" or type(failed).__name__)
+        errors = self.ranks.all_gather("" if failed is None else f"{failed}" or type(failed).__name__)
         if failed is not None:
             raise failed
-        for rank, what in enumerate(of_all):
+        for rank, what in enumerate(errors):
             if what:
                 raise MLAError(
                     "parallel", "all processes to load their parts", f"from process {rank}: {what}"
@@ -78,17 +78,17 @@ class Parallel:
 
 
 def check_parallel(parallel: object) -> None:
-    """Raises `MLAError` for what is no place of this process."""
+    """Raises `MLAError` unless `parallel` is what `Parallel.of_processes` returns."""
     if not isinstance(parallel, Parallel) or parallel.ranks is None:
         raise MLAError("parallel", "what Parallel.of_processes() returns, or None", f"{parallel!r:.80}")
 
 
 _made: "WeakKeyDictionary[object, Ranks]" = WeakKeyDictionary()
-"""For a default group of torch.distributed, while there is one."""
+"""By default group of torch.distributed."""
 
 
 def _ranks(of_group: object) -> Ranks:
-    """Made once for a default group: its groups are those of all engines."""
+    """Created once per default group: all engines share its gloo groups."""
     if of_group not in _made:
         _made[of_group] = Ranks()
     return _made[of_group]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), plain or stretched by YaRN (arXiv 2309.00071)."""
+"""Rotary position embedding (arXiv 2104.09864), also with YaRN (arXiv 2309.00071)."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Rope:
     inv_freq: radians per position of each pair of dimensions, `qk_rope_head_dim / 2` float32 values.
     attention_factor: multiplies cos and sin.
     softmax_factor: multiplies the softmax scale: DeepSeek's `mscale ** 2` under YaRN with `mscale_all_dim`, else 1.
-    interleave: pairs are neighbours `(0, 1), (2, 3), ...` in a checkpoint's projections, instead of halves apart.
+    interleave: pairs in a checkpoint's projections are `(0, 1), (2, 3), ...`, instead of `(i, i + size / 2)`.
     """
 
     inv_freq: tuple[float, ...]
@@ -35,10 +35,10 @@ class Rope:
     def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Rope":
         """Read a config's `rope_parameters`.
 
-        prefix: what comes before a setting's name in an error.
+        prefix: precedes a setting's name in an error.
 
         Raises:
-            MLAError: a type other than "default" and "yarn", or a setting that is out of its limits, named.
+            MLAError: a type other than "default" and "yarn", or a setting out of its limits, named.
         """
         prefix = f"{prefix}rope_parameters"
         parameters: Any = config.rope_parameters
@@ -52,7 +52,7 @@ class Rope:
                 raise MLAError(f"{prefix}{name}", ROPE_SETTINGS[name].expected, "none")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise MLAError(f"{prefix}partial_rotary_factor", "1.0", parameters["partial_rotary_factor"])
-        # transformers' DeepSeek-V2 knows no rope_interleave: it always interleaves.
+        # transformers' DeepSeek-V2 has no rope_interleave: it always interleaves.
         interleave = bool(getattr(config, "rope_interleave", True))
         if rope_type == "default":
             size = config.qk_rope_head_dim
@@ -72,7 +72,7 @@ class Rope:
 
 
 def _softmax_factor(parameters: dict[str, Any]) -> float:
-    """DeepSeek-V2's modelling code: the scores' temperature under YaRN, whose `attention_factor` it divides out."""
+    """The temperature of scores under YaRN, from DeepSeek-V2's modelling code, without YaRN's `attention_factor`."""
     scale, mscale = parameters["factor"], parameters.get("mscale_all_dim")
     if not mscale or scale <= 1:
         return 1.0
@@ -92,7 +92,7 @@ class RotaryEmbedding(KeepsDtype):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # `to_empty` has lost the values.
+        # `to_empty` loses the values.
         self.inv_freq = torch.tensor(self.rope.inv_freq, dtype=torch.float32, device=self.inv_freq.device)
         return self
 

@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files, seen as one table of named tensors."""
+"""A checkpoint's safetensors files as one table of named tensors."""
 
 import math
 import struct
@@ -16,7 +16,7 @@ from mla_compile.models.sharding import Division
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes of weights that are plain floats, in safetensors' words."""
+"""Float dtypes of weights, by safetensors' names."""
 FLOAT8 = "F8_E4M3"
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
 _HINT = "download it again"
@@ -26,7 +26,7 @@ _MOST_HEADER = 100_000_000  # bytes, as in safetensors
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: its shape, and its dtype in safetensors' words ("F32", "BF16", "F8_E4M3", ...)."""
+    """One tensor of a file: its shape, and its dtype by safetensors' name ("F32", "BF16", "F8_E4M3", ...)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,19 +37,19 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Of a dtype that weights or their scales may have."""
+        """Bytes in the file, for the dtypes of weights and their scales."""
         return math.prod(self.shape) * _SIZES[self.dtype]
 
 
 class SafetensorFiles:
-    """Headers of every file, read at once; tensors are read one by one, so that no second copy of a model exists."""
+    """Reads the headers of all files at once, and tensors one by one, so that no second copy of a model exists."""
 
     def __init__(self, directory: Path) -> None:
         """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors`.
 
         Raises:
-            MLAError: no file; one that is missing, outside the directory, shorter or longer than its header says, or
-                unreadable (a header that does not fit it, say); a tensor that comes twice.
+            MLAError: no file; one that is missing, outside the directory, of another length than in its header, or
+                unreadable (such as a header that does not fit it); a repeated tensor.
         """
         self.entries: dict[str, Entry] = {}
         for name, real in _files(directory).items():
@@ -71,20 +71,20 @@ class SafetensorFiles:
         return tensor
 
     def read_range(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """Places `begin` to `end` of the tensor along `dim`, as `read` gives it; nothing else of it is looked at."""
+        """Indices `begin` to `end` of the tensor along `dim`, like `read`; the rest of it is not read."""
         whole = self.entries[name].file.get_slice(name)
         part: Tensor = whole[(*(slice(None),) * dim, slice(begin, end))]
         return part
 
     def read_part(self, name: str, how: Division, rank: int, size: int) -> Tensor:
-        """`how.part` of the tensor, as `read_range` gives it; where matrices are stacked, a copy of their parts."""
+        """`how.part` of the tensor, like `read_range`; a copy if it stacks several matrices."""
         ranges = how.ranges(self.entries[name].shape[how.dim], rank, size)
         pieces = [self.read_range(name, how.dim, *each) for each in ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, how.dim)
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """By their names, where they really are."""
+    """The files' resolved paths, by name."""
     found = {name: plain_file(directory, name) for name in _names(directory)}
     missing = [name for name, real in found.items() if real is None]
     if missing:
@@ -111,7 +111,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _check_header(real: Path, path: Path) -> None:
-    """Refuse a name that comes twice, of which safetensors would take the last; it sees to whatever else is wrong."""
+    """Reject a repeated name, for which safetensors would use the last entry; it checks everything else itself."""
     with real.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

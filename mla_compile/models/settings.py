@@ -1,7 +1,7 @@
-"""The settings that our model reads of a config: what each may be.
+"""The settings that the model reads from a config, and the values allowed for each.
 
-The limits leave room for any model that exists, and none for a product of sizes that overflows 64 bits or for logits
-that are no numbers. Whether the sizes are the checkpoint's own is told by its tensors.
+The limits allow any existing model, but no product of sizes that overflows 64 bits and no logits that are NaN. The
+checkpoint's tensors show whether the sizes are its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -89,7 +89,7 @@ SETTINGS: dict[str, Rule] = {
     "mlp_layer_types": _LAYER_TYPES,
     "norm_topk_prob": _or_null(FLAG),
     "routed_scaling_factor": _number(1e-4, 1e4),
-    "rms_norm_eps": _number(1e-12, 1),  # 0 makes NaN of a row of zeros
+    "rms_norm_eps": _number(1e-12, 1),  # 0 turns a vector of zeros into NaN
     "max_position_embeddings": _integer(2, 2**24),  # float32 holds these positions exactly
     "tie_word_embeddings": FLAG,
     "rope_interleave": _or_null(FLAG),
@@ -119,7 +119,7 @@ ROPE_SETTINGS: dict[str, Rule] = {
 
 
 def check_settings(values: Mapping[str, object], rules: Mapping[str, Rule], prefix: str) -> None:
-    """Raises `MLAError` for the first of `values` that its rule refuses, named `prefix` and its key."""
+    """Raises `MLAError` for the first of `values` that its rule rejects, named by `prefix` and its key."""
     for name, rule in rules.items():
         if name in values and not rule.accepts(values[name]):
             got = repr(values[name])

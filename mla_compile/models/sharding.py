@@ -1,7 +1,7 @@
-"""How a model's tensors are divided among GPUs: a table, by their names.
+"""Divides a model's tensors among GPUs, by a table of their names.
 
-Attention is divided by heads, MLPs and experts by their intermediate width or experts by whole ones, embedding and head
-by the vocabulary. Every GPU has all of the rest: norms, routers, the projections to latents, and the cache.
+Attention is divided by heads, MLPs and experts by their intermediate width (or by whole experts), embedding and head by
+the vocabulary. Every GPU has all of the rest: norms, routers, the projections to latents, and the cache.
 """
 
 import math
@@ -29,9 +29,9 @@ SHARED_INTERMEDIATE = "n_shared_experts * moe_intermediate_size"
 
 @dataclass(frozen=True)
 class Division:
-    """A tensor is cut along `dim`; where it stacks several matrices along it, gate and up say, each of them is cut.
+    """A tensor is cut along `dim`; if it stacks several matrices along it, such as gate and up, each of them is cut.
 
-    of: what of the config is divided. Each GPU gets whole ones of it.
+    of: the config's setting that is divided. Each GPU gets a whole number of its units.
     """
 
     dim: int
@@ -39,13 +39,13 @@ class Division:
     stacked: int = 1
 
     def ranges(self, width: int, rank: int, size: int) -> list[tuple[int, int]]:
-        """Where the GPU's part lies along `dim`, of so many places: begin and end in each matrix stacked there."""
+        """The begin and end of the GPU's part along `dim`, which has size `width`, for each stacked matrix."""
         each = width // self.stacked
         edges = each * rank // size, each * (rank + 1) // size
         return [(stack * each + edges[0], stack * each + edges[1]) for stack in range(self.stacked)]
 
     def part(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """What the GPU `rank` of `size` has of a tensor that can be divided so: a view of it if nothing is stacked."""
+        """The part of a divisible tensor on GPU `rank` of `size`; a view of it if nothing is stacked."""
         pieces = tensor.unflatten(self.dim, (self.stacked, size, -1))
         part: Tensor = pieces.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1)
         return part
@@ -68,16 +68,16 @@ _DIVIDED = {
     "experts.w_gate_up": Division(1, EXPERT_INTERMEDIATE, stacked=2),
     "experts.w_down": Division(2, EXPERT_INTERMEDIATE),
 }
-"""By the last two words of a tensor's name, "weight" left out."""
+"""By the last two components of a tensor's name, without "weight"."""
 _BY_EXPERT = {name: Division(0, EXPERTS) for name in _DIVIDED if name.startswith("experts.")}
 
 
 def division(name: str, *, expert_parallel: bool) -> Division | None:
-    """How a tensor of `MLAForCausalLM`, a parameter or a buffer, is divided; None: every GPU has all of it.
+    """The `Division` of a parameter or buffer of `MLAForCausalLM`; None: every GPU has all of it.
 
-    name: as the model has it. Scales of FP8 weights are divided as the weights are.
+    name: the model's own name. Scales of FP8 weights are divided like the weights.
 
-    expert_parallel: routed experts are divided by whole ones, not each by its intermediate width.
+    expert_parallel: each GPU has whole routed experts, not a part of each one's intermediate width.
     """
     words = name.removesuffix(SCALE_SUFFIX).removesuffix(".weight").split(".")
     table = _DIVIDED | _BY_EXPERT if expert_parallel else _DIVIDED
@@ -85,9 +85,9 @@ def division(name: str, *, expert_parallel: bool) -> Division | None:
 
 
 def divide(model: MLAForCausalLM, parallel: Parallel) -> None:
-    """Leave a process its part of a model: of each parameter that is divided, and of the work.
+    """Reduce a model to a process's part: its part of each divided parameter and of the work.
 
-    model: on the meta device say, with all of every parameter; it must be divisible (`check_divisible`).
+    model: with complete parameters, such as on the meta device; it must be divisible (`check_divisible`).
     """
     size = parallel.size
     for name, parameter in model.named_parameters():
@@ -118,9 +118,9 @@ def numbers_of_gpus(model: MLAForCausalLM, *, expert_parallel: bool) -> list[int
 def check_divisible(
     model: MLAForCausalLM, size: int, *, expert_parallel: bool, argument: str = "size"
 ) -> None:
-    """Raises `MLAError` where a model cannot be divided among `size` GPUs, with the numbers that work.
+    """Raises `MLAError` if a model cannot be divided among `size` GPUs, with the numbers that work.
 
-    argument: what `size` is called in the error.
+    argument: the name of `size` in the error.
     """
     limits = _limits(model, expert_parallel=expert_parallel)
     against = [words for words, number in limits.items() if size < 1 or number % size]
@@ -130,7 +130,7 @@ def check_divisible(
 
 
 def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> dict[str, int]:
-    """Numbers that a number of GPUs must divide, by what there are so many of: settings first, FP8 blocks behind."""
+    """Counts that the number of GPUs must divide, by a description: settings first, then FP8 blocks."""
     counts = _counts(model.arch)
     settings: dict[str, int] = {}
     blocks: dict[str, int] = {}
@@ -140,8 +140,8 @@ def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> dict[str, int]:
             settings[f"{how.of} = {counts[how.of]}"] = counts[how.of]
             if tensor.dtype == DTYPE and how.of != EXPERTS:
                 width = tensor.shape[how.dim] // how.stacked
-                if width % BLOCK:  # a block that is cut belongs to one GPU, and so does all
-                    blocks[f"{how.of} in FP8, as {width} is no multiple of {BLOCK}"] = 1
+                if width % BLOCK:  # a block cannot be cut, so only one GPU works
+                    blocks[f"{how.of} in FP8, as {width} is not a multiple of {BLOCK}"] = 1
                 else:
                     blocks[f"{width // BLOCK} FP8 blocks of {how.of}"] = width // BLOCK
     return settings | blocks

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: what transformers makes of its files, and never code."""
+"""Loads a checkpoint's tokenizer from its files by transformers, without running code."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ _OTHER_FORMATS = (
 )
 _MOST_CONFIG = 2**24  # bytes
 _MOST_TOKENIZER = 2**28  # bytes
-_HINT = "name a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or give prompts as token ids"
+_HINT = "pass a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or prompts as token ids"
 
 
 def _is_token(value: object) -> bool:
@@ -67,8 +67,8 @@ _TOKENS_BY_ID = Rule(
     ),
 )
 _ID = Rule("a token id", lambda value: type(value) is int and 0 <= value < 2**31)
-# What is read of special_tokens_map.json, and of tokenizer_config.json, by transformers' names. Both may name tokens
-# of a model's own too: every other `..._token`.
+# The settings read from special_tokens_map.json and tokenizer_config.json, by transformers' names. Both may have other
+# tokens of a model too: any other `..._token`.
 _SPECIAL_TOKENS: dict[str, Rule] = {
     **{f"{kind}_token": _TOKEN for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
     "additional_special_tokens": _TOKENS,
@@ -88,10 +88,10 @@ _SETTINGS: dict[str, Rule] = {
 
 @announce_if_slow("loading the tokenizer")
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
-    """A checkpoint's tokenizer: `tokenizer.json`, with the tokens that files beside it name, as `AutoTokenizer` has it.
+    """A checkpoint's tokenizer: `tokenizer.json`, with the tokens of the files beside it, as from `AutoTokenizer`.
 
-    Nothing of the checkpoint runs, whatever its files say; docs/checkpoints.md says what is read. None where the
-    directory holds no tokenizer.
+    No code of the checkpoint runs, whatever its files contain; docs/checkpoints.md lists what is read. None if the
+    directory has no tokenizer.
 
     Raises:
         MLAError: no such directory; a tokenizer that is code, or in another format; files that cannot be read.
@@ -102,7 +102,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     config = read_object(directory, _CONFIG, most=_MOST_CONFIG) or {}
     if config.get("auto_map"):
         code = f"{config['auto_map']!r:.80}, which is never run"
-        raise MLAError(f"{directory / _CONFIG}: auto_map", "a tokenizer that is no code", code, _HINT)
+        raise MLAError(f"{directory / _CONFIG}: auto_map", "a tokenizer that is not code", code, _HINT)
     text = read_text(directory, _TOKENIZER, most=_MOST_TOKENIZER)
     if text is None:
         if other := next((name for name in _OTHER_FORMATS if plain_file(directory, name)), None):
@@ -112,7 +112,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
 
 
 def _files(config: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]:
-    """What is read of the files beside tokenizer.json, by their names."""
+    """The settings read from the files beside tokenizer.json, by file name."""
     config = {
         name: value
         for name, value in config.items()
@@ -126,7 +126,7 @@ def _files(config: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]
     special = read_object(directory, _SPECIAL, most=_MOST_CONFIG)
     if special is not None:
         files[_SPECIAL] = special = _known(special, _SPECIAL_TOKENS, directory / _SPECIAL)
-        for name in special.keys() & {"additional_special_tokens"}:  # transformers itself sees to the others
+        for name in special.keys() & {"additional_special_tokens"}:  # transformers converts the others
             special[name] = _typed(name, special[name])
     added = read_object(directory, _ADDED, most=_MOST_CONFIG)
     if added is not None:
@@ -141,7 +141,7 @@ def _known(values: dict[str, Any], rules: dict[str, Rule], file: Path) -> dict[s
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A setting; tokens that are objects are marked as transformers marks those that it saves."""
+    """A setting; tokens that are objects are marked as in files that transformers saves."""
     if name.endswith("_tokens") and isinstance(value, list):
         return [_typed("_token", token) for token in value]
     if name.endswith("_token") and isinstance(value, dict) and _is_token(value):
@@ -154,10 +154,10 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
     from transformers import PreTrainedTokenizerFast
 
     try:
-        if '"added_tokens"' not in text:  # which transformers asks for
+        if '"added_tokens"' not in text:  # transformers requires it
             text = Tokenizer.from_str(text).to_str()
-        # Not by AutoTokenizer, whose ways lead to code, and from copies of what was read: transformers opens no file
-        # that a checkpoint names.
+        # Not by AutoTokenizer, which may run code, and from copies of the checked contents, so that transformers opens
+        # no file that a checkpoint names.
         with _copies(
             {_TOKENIZER: text} | {name: json.dumps(values) for name, values in files.items()}
         ) as path:
@@ -169,9 +169,7 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
     except BaseException as error:  # tokenizers raises bare `Exception` for a malformed file, and panics
         if not is_request_error(error):
             raise
-        expected = (
-            "a tokenizer that the tokenizers library can read, with the tokens that files beside it name"
-        )
+        expected = "a tokenizer that the tokenizers library can read, with the tokens of the files beside it"
         raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _HINT) from error
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors, or a process's part of each, into their places in a model."""
+"""Reads a checkpoint's tensors, or a process's part of each, into a model's parameters."""
 
 from collections.abc import Iterator
 
@@ -16,9 +16,9 @@ from mla_compile.progress import Advance
 
 
 class WeightLoader:
-    """Fills a model's parameters, which are allocated, from files that fit it.
+    """Fills a model's allocated parameters from checked files.
 
-    The files are mapped. What is read goes from there to the device, a tensor at a time, and is converted there.
+    The files are memory-mapped. Tensors are copied to the device one at a time, and converted there.
     """
 
     def __init__(
@@ -32,16 +32,16 @@ class WeightLoader:
         self._files, self._block, self._device = files, block, device
         self._parallel = model.parallel
         self._places = destinations(model, files.entries)
-        # Quantising makes scales that the files lack.
+        # The files lack the scales of weights that are quantised here.
         self._names = [name for name in self._places if name in files.entries]
 
     @property
     def num_bytes(self) -> int:
-        """What is read of the files."""
+        """Bytes read from the files."""
         return sum(map(self._num_bytes, self._names))
 
     def run(self, advance: Advance) -> None:
-        """Read every tensor. advance: gets the number of bytes of each in the files."""
+        """Read every tensor. advance: called with each one's number of bytes in the files."""
         for name in self._names:
             place, _ = self._places[name]
             is_fp8 = self._files.entries[name].dtype == FLOAT8
@@ -66,21 +66,21 @@ class WeightLoader:
     def _quantize(self, name: str) -> None:
         place, scale_place = (self._places[each][0] for each in (name, name + SCALE_SUFFIX))
         for source, *to in _matrices(self._read(name), place, scale_place):
-            # Gate and up, where they are one tensor, have blocks of their own.
+            # Gate and up in one tensor have separate blocks.
             halves = source.to(self._device).unflatten(0, (2 if name.endswith("gate_up_proj") else 1, -1))
             for destination, result in zip(to, quantize_weight(halves), strict=True):
                 destination.copy_(result.flatten(0, 1))
 
     def _dequantize(self, name: str) -> None:
-        """Of the weight, the blocks are read that the part lies in: they need not end where it does."""
+        """Read all blocks that overlap this process's part: the part need not end at a block's end."""
         place, how = self._places[name]
         shape, block = self._files.entries[name].shape, self._block
-        assert block is not None  # or a weight in FP8 would have been refused
+        assert block is not None  # `load_model` rejects FP8 weights without it
         dim, ranges = 0, [(0, shape[0])]
         if how is not None and self._parallel is not None:
             dim = how.dim
             ranges = how.ranges(shape[dim], self._parallel.rank, self._parallel.size)
-        in_matrix = dim - len(shape)  # -2: along rows; -1: along columns; -3: whole matrices
+        in_matrix = dim - len(shape)  # -2: output features; -1: input features; -3: whole matrices
         step = block[in_matrix] if in_matrix >= -2 else 1
         at = 0
         for begin, end in ranges:
@@ -97,5 +97,5 @@ class WeightLoader:
 
 
 def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Those of stacks, one after another: converting takes several times the memory of what is converted."""
+    """The matrices of stacks, one after another, as a conversion takes several times the memory of its input."""
     return zip(*tensors, strict=True) if tensors[0].dim() > 2 else iter([tensors])

@@ -1,4 +1,4 @@
-"""Speculative decoding: the state, the step, what drafts, sampling."""
+"""Speculative decoding: the state, the step, the drafters, sampling."""
 
 from mla_compile.sampling_params import SamplingParams as SamplingParams
 from mla_compile.speculate.chunks import PackedChunks as PackedChunks

@@ -1,4 +1,4 @@
-"""Which tokens a state's rows choose from logits: penalties, what is allowed, then the likeliest or a sample."""
+"""Chooses tokens from logits: penalties, the mask of allowed ids, then argmax or a sample."""
 
 import math
 
@@ -9,7 +9,7 @@ from mla_compile.speculate.sampling import argmax, penalise_after, sample
 from mla_compile.speculate.state import DecodeState
 
 NO_TOKEN = -1
-"""In place of a token, where none can be chosen."""
+"""Stands for a token that cannot be chosen."""
 
 
 def choose_tokens(
@@ -23,9 +23,9 @@ def choose_tokens(
 ) -> Tensor:
     """The tokens that take `position` `[rows, n]`, int64 `[rows, n]`, from logits `[rows, n, vocab_size]`.
 
-    drafts: `[rows, m]`, what stands between the emitted text and the last of the n.
+    drafts: `[rows, m]`, the tokens between the emitted text and the last of the n positions.
     sampled: whether any row samples.
-    allowed: bool like the logits. As in vLLM, other ids are ruled out after penalties, before temperature.
+    allowed: bool, shaped like the logits. As in vLLM, other ids are masked after penalties, before temperature.
     """
     logits = penalise_after(state, logits, drafts)
     if allowed is not None:
@@ -34,11 +34,11 @@ def choose_tokens(
 
 
 def can_choose(logits: Tensor) -> Tensor:
-    """Where logits `[..., vocab_size]` say which token is likely, bool `[...]`: where the largest is a finite number.
+    """Whether the maximum of logits `[..., vocab_size]` is finite, bool `[...]`: only then can a token be chosen.
 
-    A maximum is NaN if anything is, +inf if anything else is, and -inf if nothing is allowed; -inf beside numbers is a
-    mask. In two steps, the largest of each part of the vocabulary first: compiled, a step's few rows are as many
-    programs of a GPU, each of which would read a whole row alone, 28 us for GLM's 154,880 ids (H200).
+    A maximum is NaN if any logit is, else +inf if any is, and -inf if no id is allowed; some logits may be -inf, by a
+    mask. It is computed in two steps, first for each part of the vocabulary: in one step, compiled code has one GPU
+    program per logits vector, which takes 28 us to read GLM's 154,880 ids (H200).
     """
     parts = torch.unflatten(logits, -1, (math.gcd(logits.shape[-1], 256), -1))
     return parts.amax(dim=-1).amax(dim=-1).isfinite()

@@ -1,4 +1,4 @@
-"""Prompt chunks that a mixed step prefills beside its decode rows."""
+"""The prompt chunks that a mixed step prefills together with its decode rows."""
 
 from array import array
 from collections.abc import MutableMapping, Sequence
@@ -18,11 +18,11 @@ from mla_compile.torch_internals import adjacent_tensors, mark_state_tensor, mar
 
 
 class PromptChunk(NamedTuple):
-    """Tokens `start` to `stop` of a prompt, those before them being in the caches.
+    """Tokens `start` to `stop` of a prompt; the tokens before them are in the caches.
 
-    row: of the state, that the prompt belongs to.
-    token_ids: the whole prompt; of a preempted row, what it has emitted too. Where `stop` is its end, a token is
-        sampled after it. An `array("q")` is read the quickest.
+    row: the prompt's row in the state.
+    token_ids: the whole prompt, with the emitted tokens of a preempted row. If `stop` is its end, a token is sampled
+        after it. An `array("q")` is the fastest to read.
     """
 
     row: int
@@ -36,12 +36,12 @@ class PromptChunks:
     """Chunks of different rows, packed one after the other, within a step. At least `MIN_TOKENS` tokens.
 
     token_ids: int64 `[tokens]`.
-    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; any id after a prompt's last
-        one, whose successor is sampled.
+    next_token_ids: the token after each one, also at a chunk's end, int64 `[tokens]`; any id after a prompt's last
+        token, as the next one is sampled.
     positions: int64 `[tokens]`.
-    segment: where they live.
-    last_of_row: for each row of the state, the packed index of its prompt's last token, int64 `[rows]`; -1 where no
-        prompt of the row ends here.
+    segment: their places in the cache.
+    last_of_row: for each row of the state, the packed index of its prompt's last token, int64 `[rows]`; -1 if no prompt
+        of the row ends here.
     """
 
     token_ids: Tensor
@@ -53,20 +53,20 @@ class PromptChunks:
 
 @dataclass(frozen=True)
 class PackedChunks:
-    """What the host says of the chunks of a step, which makes `PromptChunks` of it; `pack` makes these.
+    """The host's input of a step's chunks, which the step turns into `PromptChunks`; `pack` builds it.
 
     token_ids, next_token_ids, last_of_row: see `PromptChunks`.
-    rows: of the state, that the chunks belong to, int64 `[chunks]`; -1 for chunks of padding.
+    rows: the chunks' rows in the state, int64 `[chunks]`; -1 for padding chunks.
     lens, bounds: int64 `[chunks, 2]` and `[chunks, 2 * parts]`, see `mla_prefill_metadata`.
-    room: uint8 `[keys]`. Only its size counts, places for the keys of a part: a size that compiled code can vary by.
+    room: uint8 `[keys]`. Only its size is used, the number of keys of a part: a size that varies in compiled code.
     host_lens: `lens` on the CPU, int32.
-    page_size: tokens a cache page.
+    page_size: tokens per cache page.
     sizes: tokens, chunks and keys, padding included: a CUDA graph serves chunks of the same sizes.
 
-    How the host writes these, which no step reads:
+    For the host's writes; no step reads these:
 
-    sent: the memory of the first six, int64 `[numbers]`; places: where each of them begins.
-    numbers: what is sent next; host: a tensor of its memory; lens_on_host: the memory of `host_lens`.
+    sent: the memory of the first six tensors, int64 `[numbers]`; places: the start of each of them.
+    numbers: the numbers to send next; host: a tensor on its memory; lens_on_host: the memory of `host_lens`.
     """
 
     token_ids: Tensor
@@ -96,15 +96,15 @@ class PackedChunks:
         most: int | None = None,
         kept: "MutableMapping[tuple[int, ...], PackedChunks] | None" = None,
     ) -> "PackedChunks":
-        """Chunks of rows of `state`, one a row and none empty, whose block tables are read by the step.
+        """Pack chunks of rows of `state`, at most one per row and none empty. The step reads the state's block tables.
 
-        pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few of them should occur.
-        most: a number of tokens that occurs often, so that chunks of so many are not padded to more.
-        kept: where chunks of some sizes were packed before: those of the same sizes are written to the same tensors,
-            which stay where they are, as captured graphs know their addresses. Keys in more than one part, for which no
-            graph is recorded, are not kept.
+        pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few numbers should occur.
+        most: a frequent number of tokens; chunks with exactly this number are not padded further.
+        kept: cache of packed chunks by their sizes: chunks of the same sizes are written to the same tensors, since
+            captured graphs hold their addresses. Keys in more than one part, for which no graph is recorded, are not
+            kept.
 
-        The host sends one copy to the device and does not wait for it. The tensors are marked for the compiler: their
+        The host sends one copy to the device without waiting for it. The tensors are marked for the compiler: their
         numbers of tokens, chunks, parts, keys and rows vary.
         """
         rows, max_pages = state.block_table.shape
@@ -135,10 +135,10 @@ class PackedChunks:
     def _allocate(
         cls, key: tuple[int, int, int, int, int], *, page_size: int, device: torch.device, stays: bool
     ) -> "PackedChunks":
-        """key: tokens, rows, chunks, columns of `bounds`, keys. stays: whether the tensors stay where they are."""
+        """key: tokens, rows, chunks, columns of `bounds`, keys. stays: whether the tensors keep their addresses."""
         tokens, rows, chunks, columns, keys = key
         shapes = (tokens,), (tokens,), (rows,), (chunks,), (chunks, 2), (chunks, columns)
-        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             sent, given, places = adjacent_tensors(shapes, torch.int64, device)
             room = torch.empty(keys, dtype=torch.uint8, device=device)
             numbers, lens_on_host = array("q", bytes(8 * len(sent))), array("i", bytes(4 * 2 * chunks))
@@ -168,7 +168,7 @@ class PackedChunks:
     def _receive(
         self, chunks: Sequence[PromptChunk], lens: list[list[int]], bounds: list[list[int]], rows: int
     ) -> None:
-        """Take what the host sends, written without torch: each of its calls costs more than all that is written."""
+        """Write the host's numbers without torch, as one torch call takes longer than all of this, and send them."""
         token_ids, next_token_ids, last_of_row = array("q"), array("q"), array("q", [-1]) * rows
         for row, of_row, start, stop in chunks:
             text = array("q", of_row[start : stop + 1])
@@ -190,7 +190,7 @@ class PackedChunks:
         )
         for place, column in zip(self.places, columns, strict=True):
             self.numbers[place : place + len(column)] = column
-        # Pinned memory is a copy's own until it is done, so the next one may be written at once.
+        # `pin_memory` copies, and torch keeps that copy until the transfer is done: `numbers` can be reused at once.
         host = self.host.pin_memory() if self.sent.is_cuda else self.host
         self.sent.copy_(host, non_blocking=True)
 
@@ -200,10 +200,10 @@ class PackedChunks:
         return self.last_of_row >= 0
 
     def chunks(self, state: DecodeState) -> PromptChunks:
-        """The chunks, where the rows of `state` have their pages. Runs inside of a compiled step."""
+        """The chunks, on the pages of the rows of `state`. Runs inside a compiled step."""
         self._check_sizes(state.block_table.shape[0])
         table = state.block_table.index_select(0, self.rows.clamp(min=0))
-        table = torch.where(self.rows[:, None] >= 0, table, 0)  # padding has page 0, the dummy page, alone
+        table = torch.where(self.rows[:, None] >= 0, table, 0)  # padding has only page 0, the dummy page
         cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k = prefill_metadata_op(
             self.lens, self.bounds, table, self.token_ids.shape[0], self.room.shape[0], self.page_size
         )
@@ -213,7 +213,7 @@ class PackedChunks:
         return PromptChunks(self.token_ids, self.next_token_ids, positions, segment, self.last_of_row)
 
     def _check_sizes(self, rows: int) -> None:
-        """Tells the compiler, which gives each tensor a size of its own, which ones agree."""
+        """Assert for the compiler which sizes are equal, as each tensor has its own symbol."""
         tokens, chunks = self.token_ids.shape[0], self.rows.shape[0]
         torch._check(tokens >= MIN_TOKENS)
         torch._check(chunks >= 1)

@@ -1,10 +1,10 @@
-"""What proposes the tokens that a step verifies: the table of drafters.
+"""The drafters, which propose the tokens that a step verifies, and their table.
 
-Whatever they propose, the tokens are the target's own.
+A drafter never changes the emitted tokens, which are the target's own.
 
-Nothing else in the package asks for a drafter by its name. A new one is a class with the methods of `Drafter`, a row of
-`DRAFTERS`, and its name in `defaults.DrafterName`, for the command's flag (`docs/add-a-drafter.md`). One's own needs no
-row: see `examples/add_a_drafter.py`.
+No other code in the package refers to a drafter by its name. A new one is a class with the methods of `Drafter`, an
+entry of `DRAFTERS`, and its name in `defaults.DrafterName`, for the command's flag (`docs/add-a-drafter.md`). A custom
+drafter needs no entry: see `examples/add_a_drafter.py`.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,25 @@ from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.ngram import look_up
+from mla_compile.speculate.ngram import lookup_drafts
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of a verification, before the state moves on, and what the step asks of its drafter.
+    """The result of a verification, from which the drafter proposes, before the state advances.
 
-    k: drafts a row.
+    k: drafts per row.
     sampled: whether any row samples; see `choose_tokens`.
-    targets: the target's tokens, int64 `[rows, k + 1]`, 0 where there is none; they take the positions after the
+    targets: the target's tokens, int64 `[rows, k + 1]`, 0 in place of a missing one; they take the positions after the
         state's `num_cached`.
-    accepted: how many drafts a row emits, int32 `[rows]`: those that were accepted, as far as stop ids and its length
-        let them.
-    count: how many of them a row emits, int32 `[rows]`; 0 for an inactive row.
-    output: what the trunk's forward gave at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
-    num_cached: the state's from now on, int32 `[rows]`.
+    accepted: accepted drafts that a row emits, int32 `[rows]`; a stop id or the row's length may cut them.
+    count: targets that a row emits, int32 `[rows]`; 0 for an inactive row.
+    output: the output of the trunk's forward at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
+    num_cached: the state's new value, int32 `[rows]`.
     active: the rows that go on, bool `[rows]`.
-    q_lens: how many of its k + 1 positions a row that goes on has run, int32 `[rows]`; 0 for any other row.
+    q_lens: positions of the k + 1 that a row that goes on has run, int32 `[rows]`; 0 for any other row.
     """
 
     k: int
@@ -54,27 +53,26 @@ class Verified:
 
 
 class Drafter(Protocol):
-    """Proposes k tokens a row. It owns its weights and caches; all steps of an engine share one.
+    """Proposes k tokens per row. It owns its weights and caches; all steps of an engine share one.
 
-    Its methods are part of the captured step: nothing is read on the host. It may have two more members:
-    `cache_specs()`, for caches of its own, which the engine allocates (a list of `CacheSpec`); and `aux_layers`, a
-    tuple of the target's layers, by index, whose outputs it reads beside the final hidden states.
+    Its methods are part of the captured step: the host reads nothing. It may have two more members: `cache_specs()`
+    returns a list of `CacheSpec` for its own caches, which the engine allocates; `aux_layers` is a tuple of indices of
+    target layers whose outputs it reads besides the final hidden states.
     """
 
     def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
-        """Take in prompt chunks, of whose tokens the trunk's forward gave `output`."""
+        """Process prompt chunks; `output` is the output of the trunk's forward for their tokens."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
-        """Drafts for the `verified.k` positions behind the newest tokens, int64 `[rows, k]`; anything for inactive
-        rows, and behind a row's own `num_drafts`. A row's text is the first `verified.num_cached + 1` ids of its
-        history."""
+        """Drafts for the `verified.k` positions after the newest tokens, int64 `[rows, k]`; any ids for inactive rows,
+        and after a row's own `num_drafts`. A row's text is the first `verified.num_cached + 1` ids of its history."""
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """What a drafter is made for.
+    """The arguments of `DrafterKind.build`.
 
-    model: whose caches have `page_size` tokens a page.
+    model: the target; its caches have `page_size` tokens per page.
     num_speculative_tokens: k, the drafts of a step.
     decode_backend: of decode segments; see `DecodeSegment`.
     """
@@ -87,10 +85,10 @@ class DrafterSettings:
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A row of `DRAFTERS`, or a drafter of one's own, for `Engine(drafter=...)`.
+    """An entry of `DRAFTERS`, or a custom drafter for `Engine(drafter=...)`.
 
-    name: what errors call it.
-    build: makes the one drafter of an engine.
+    name: its name in errors.
+    build: builds the drafter of an engine.
     needs_mtp: whether it runs the model's MTP layer.
     needs_history: whether it reads `DecodeState.history`; states have none otherwise.
     """
@@ -102,19 +100,19 @@ class DrafterKind:
 
     def __post_init__(self) -> None:
         if not callable(self.build):
-            raise MLAError("build", "a function of DrafterSettings that makes a drafter", repr(self.build))
+            raise MLAError("build", "a function of DrafterSettings that returns a drafter", repr(self.build))
 
     def serves(self, *, has_mtp: bool) -> bool:
-        """Whether a model has what it needs."""
+        """Whether it supports a model with or without an MTP layer."""
         return has_mtp or not self.needs_mtp
 
 
 class MtpDrafter(nn.Module):
-    """The model's own MTP layer, k times in turn.
+    """The model's own MTP layer, k times in sequence.
 
-    It has read each token's hidden state beside the token after it. So after an acceptance it catches up on the
-    emitted tokens, k + 1 positions a row as in verification, which gives the first draft; each further one comes from a
-    pass over the output of the one before.
+    The layer's input at each position is the hidden state and the next token. So after an acceptance it first processes
+    the emitted tokens, k + 1 positions per row as in verification, which gives the first draft; each further draft
+    comes from a pass over the previous pass's output.
     """
 
     model: Target
@@ -131,8 +129,8 @@ class MtpDrafter(nn.Module):
 
     def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
         """Write the layer's latents of the chunks."""
-        # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a decode row
-        # attends. That of a prompt's last token, whose successor is yet unknown, `draft` writes again.
+        # The result is unused, so a compiled graph computes only the latents, before any decode row attends to them.
+        # `draft` rewrites the latent of a prompt's last token, as the next token is not known yet.
         batch = MLABatch(prefill=chunks.segment)
         self.model.forward_mtp(chunks.next_token_ids, output.hidden, chunks.positions, batch)
 
@@ -148,7 +146,7 @@ class MtpDrafter(nn.Module):
         for j in range(verified.k):
             if j > 0:
                 place = verified.num_cached + (j - 1)
-                # What the layer drafts there takes the position after the next, which must be one of the row's.
+                # The draft made at `place` takes position `place + 2`, which must be within the row's length.
                 runs = verified.active & (j < state.num_drafts) & (place + 2 < state.max_len)
                 hidden = self._run(state, drafts[-1], hidden, place, runs.to(torch.int32), 1)
             position = (verified.num_cached + (1 + j)).long()[:, None]
@@ -166,7 +164,7 @@ class MtpDrafter(nn.Module):
         q_lens: Tensor,
         q_len: int,
     ) -> Tensor:
-        """The layer at `q_len` positions a row, of which `q_lens` `[rows]` count: `[rows * q_len, hidden_size]`."""
+        """The layer at `q_len` positions per row, `q_lens` `[rows]` of them valid: `[rows * q_len, hidden_size]`."""
         batch, positions = state.decode_batch(
             num_cached, q_lens, q_len, page_size=self.page_size, backend=self.decode_backend
         )
@@ -174,29 +172,29 @@ class MtpDrafter(nn.Module):
 
 
 class NgramDrafter(nn.Module):
-    """Prompt look-up in `DecodeState.history`, for any model: no weights, no caches."""
+    """Prompt lookup in `DecodeState.history`, for any model: no weights, no caches."""
 
     def __init__(self, settings: DrafterSettings) -> None:
         super().__init__()
 
     def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
-        """Nothing: a row's history has its whole prompt from the start."""
+        """Does nothing: a row's history has its whole prompt from the start."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """See `Drafter`."""
         if state.history is None:
             raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
-        return look_up(state.history, verified.num_cached + 1, verified.k)
+        return lookup_drafts(state.history, verified.num_cached + 1, verified.k)
 
 
 DRAFTERS = (
     DrafterKind("mtp", MtpDrafter, needs_mtp=True),
     DrafterKind("ngram", NgramDrafter, needs_history=True),
 )
-"""The first one that serves a model drafts for it where nobody has asked for another."""
+"""By default the first one that supports a model drafts for it."""
 
 ANY_MODEL = next(kind.name for kind in DRAFTERS if kind.serves(has_mtp=False))
-"""The drafter to recommend to those whose model has no MTP layer."""
+"""The drafter that errors recommend for a model without an MTP layer."""
 
 
 def cache_specs(model: Target, drafter: Drafter | None) -> list[CacheSpec]:
@@ -207,7 +205,7 @@ def cache_specs(model: Target, drafter: Drafter | None) -> list[CacheSpec]:
 
 
 def known_drafter(drafter: object) -> DrafterKind | None:
-    """The drafter of that name, or one's own; None for None.
+    """The drafter of that name, or the given custom one; None for None.
 
     Raises:
         MLAError: anything else.
@@ -222,7 +220,7 @@ def known_drafter(drafter: object) -> DrafterKind | None:
 
 
 def select_drafter(drafter: DrafterName | DrafterKind | None, *, has_mtp: bool) -> DrafterKind:
-    """What drafts for a model.
+    """The drafter kind for a model.
 
     Raises:
         MLAError: an unknown drafter, or one that needs an MTP layer for a model without one.
@@ -239,6 +237,6 @@ def select_drafter(drafter: DrafterName | DrafterKind | None, *, has_mtp: bool) 
 
 
 def loads_mtp(num_speculative_tokens: int | None, drafter: DrafterName | DrafterKind | None) -> bool | None:
-    """`load_model`'s `mtp` for these drafts: False where the layer would do nothing, None where it may help."""
+    """The `mtp` argument of `load_model` for these drafts: False if no draft uses the layer, None if one may."""
     kind = known_drafter(drafter)
     return False if num_speculative_tokens == 0 or (kind is not None and not kind.needs_mtp) else None

@@ -1,14 +1,14 @@
 """Sampling whose noise depends only on (seed, position, vocabulary id), so that speculation changes no token.
 
 A token is `argmax(logits / temperature + gumbel)` over the ids that min-p, top-k and top-p keep (the Gumbel-max trick:
-the argmax is distributed as the softmax). Penalties change the logits before all that. Parameters mean what they mean
-in vLLM's `SamplingParams`, and are applied in the order of its sampler (`vllm/v1/sample/sampler.py`).
+the argmax is distributed as the softmax). Penalties change the logits before. Parameters have the meaning of vLLM's
+`SamplingParams`, and are applied in the order of its sampler (`vllm/v1/sample/sampler.py`).
 
-Plain decoding, verification and drafting ask for the noise of the same position and get the same numbers; the draft
-that agrees with the target's logits then agrees with its sample too.
+Plain decoding, verification and drafting use the same noise at the same position, so a draft whose logits agree with
+the target's also agrees with its sample.
 
-Nothing here is added up in floating point, whose order would differ from one compiled graph to another, nor left to
-how a kernel breaks ties: probabilities are summed as integers, and of equal logits the lower id comes first.
+No sum here is in floating point, as its order would differ between compiled graphs, and no result depends on how a
+kernel breaks ties: probabilities are summed as integers, and of equal logits the lower id comes first.
 """
 
 import torch
@@ -35,13 +35,13 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     key = _mix(_mix(_mix(seed & _MASK) ^ (seed >> 32)) ^ position)
     ids = torch.arange(vocab_size, device=position.device)
     bits = _mix(key[..., None] ^ _mix(ids + 0x3C6EF372))
-    # 23 bits and a half are exact in float32 and stay below 1: with 24, the largest would round to 1, noise +inf.
+    # 23 bits and a half are exact in float32 and stay below 1: with 24 bits the largest would round to 1, noise +inf.
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
 def _mass(scores: Tensor) -> Tensor:
-    """`exp(scores)`, at most 1, as int64 in units of 2**-40: of 2**23 ids, the sum is exact in any order."""
+    """`exp(scores)`, at most 1, as int64 in units of 2**-40: a sum over 2**23 ids is exact in any order."""
     return (scores.exp() * 2.0**40).to(torch.int64)
 
 
@@ -58,7 +58,7 @@ def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = mass.cumsum(dim=-1) - mass
     share = top_p[..., None]
     kept = share.double() * mass.sum(dim=-1, keepdim=True)
-    # With 1 all stay, those too improbable for a unit of mass among them.
+    # With top_p 1 all ids stay, even those less probable than a unit of mass.
     ordered = ordered.masked_fill((before >= kept) & (share < 1), -torch.inf)
     # The most likely id always stays, however small top_p is.
     ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
@@ -80,8 +80,8 @@ def penalise(
         in_prompt: bool, whether the id is in the prompt; num_emitted: int32, how often it is in the text after it.
         repetition, presence, frequency: float32 or float64. 1, 0 and 0 leave a logit's bits as they are.
 
-    The repetition penalty is CTRL's (arXiv:1909.05858, section 4.1) with the rule for negative logits that
-    transformers and vLLM have; the others are those of OpenAI's API.
+    The repetition penalty is CTRL's (arXiv:1909.05858, section 4.1) with the rule of transformers and vLLM for negative
+    logits; the others are those of OpenAI's API.
     """
     emitted = num_emitted > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -90,11 +90,11 @@ def penalise(
 
 
 def penalise_after(state: DecodeState, logits: Tensor, drafts: Tensor) -> Tensor:
-    """`penalise` where drafts stand between a state's text and the logits: `[rows, n, vocab]`.
+    """`penalise` with the drafts between a state's text and the logits counted: `[rows, n, vocab]`.
 
     Args:
-        state: whose logits stay as they are where it has no counts.
-        logits: `[rows, n, vocab]`; the last one follows all of `drafts`, each other one follows a draft fewer.
+        state: the text's counts; without them the logits are returned unchanged.
+        logits: `[rows, n, vocab]`; the last position follows all of `drafts`, each earlier one follows one draft fewer.
         drafts: int64 `[rows, m]`, m >= n - 1.
     """
     in_prompt, num_emitted = state.in_prompt, state.num_emitted
@@ -107,7 +107,7 @@ def penalise_after(state: DecodeState, logits: Tensor, drafts: Tensor) -> Tensor
     penalised = penalise(logits, in_prompt[:, None], num_emitted[:, None], *by_row)
     if m == 0:
         return penalised
-    # Only the drafts' ids have other counts than the text: theirs are done again, which spares counts per position.
+    # Only the drafts' ids have other counts than the text: recomputing their logits avoids counts per position.
     index = torch.arange(m, device=drafts.device)
     precedes = index < torch.arange(m - n + 1, m + 1, device=drafts.device)[:, None]
     same = drafts[:, :, None] == drafts[:, None]
@@ -119,22 +119,22 @@ def penalise_after(state: DecodeState, logits: Tensor, drafts: Tensor) -> Tensor
         num_emitted.gather(1, drafts)[:, None] + more,
         *by_row,
     )
-    # Drafts of one id write one value.
+    # Equal drafts write equal values.
     return penalised.scatter(2, ids, again)
 
 
 def sample(state: DecodeState, logits: Tensor, position: Tensor) -> Tensor:
-    """One token id for every logits row, int64 `[rows, n]`. A row of temperature 0 is greedy.
+    """One token id for each position, int64 `[rows, n]`. A row of temperature 0 is greedy.
 
     Args:
-        state: its seed, temperature, top_k, top_p and min_p are read.
+        state: provides seed, temperature, top_k, top_p and min_p.
         logits: `[rows, n, vocab]`, float.
         position: int64 `[rows, n]`, the positions that the sampled tokens will take.
     """
     greedy = state.temperature == 0
-    # As after penalties, so that a row's tokens do not depend on whether its batch has any.
+    # The dtype of penalised logits, so that a row's tokens do not depend on penalties in its batch.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest is subtracted first, so that a tiny temperature makes no second infinity.
+    # The largest is subtracted first, so that no score overflows to +inf at a tiny temperature.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).float()
     scores = scores / torch.where(greedy, 1.0, state.temperature)[:, None, None]
     # The largest score is 0, so these are probabilities relative to the largest.
@@ -142,20 +142,20 @@ def sample(state: DecodeState, logits: Tensor, position: Tensor) -> Tensor:
     n = logits.shape[1]
     scores = _keep_top(scores, state.top_k[:, None].expand(-1, n), state.top_p[:, None].expand(-1, n))
     noise = gumbel_noise(state.seed[:, None], position, logits.shape[-1])
-    # `row_argmax` reads this from memory. To write it costs less than the sort above, however many rows there are.
+    # `row_argmax` reads this from memory. Writing it costs less than the sort above for any number of rows.
     return argmax(torch.where(greedy[:, None, None], logits, scores + noise))
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """The id of the largest of scores `[rows, n, vocab]`, float, the lowest of equal ones: int64 `[rows, n]`."""
+    """The id of the largest of float scores `[rows, n, vocab]`, the lowest id among equals: int64 `[rows, n]`."""
     return row_argmax(scores.flatten(0, 1)).view(scores.shape[:2])
 
 
 def _likeliest(logits: Tensor, n: int) -> Tensor:
-    """The ids of the n largest, int64 `[..., n]`, of equal ones the lowest first, of float32 logits `[..., vocab]`.
+    """The ids of the n largest float32 logits `[..., vocab]`, the lowest ids first among equals: int64 `[..., n]`.
 
-    `topk` leaves open which of equal ones it takes, and half types have many: for other n or numbers of rows it may be
-    another. Here no two keys are equal: a logit's bits, in the order of integers, and the id behind them.
+    `topk` does not define which of equal logits it takes, and half types have many: the choice may depend on n or on
+    the number of rows. Here no two keys are equal: a logit's bits, ordered as integers, followed by the id.
     """
     bits = torch.where(logits == 0, 0, logits.view(torch.int32))  # -0 is as large as 0
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -171,9 +171,9 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
         logits: `[rows, positions, vocab]`, float. tokens: int64 `[rows, positions]`. n: <= vocab.
 
     Returns:
-        log-probabilities, float32 `[rows, positions, 1 + n]`: the chosen token's, then the largest ones in order, of
-        equal ones the lowest ids; int64 of the same shape: the chosen token's rank, 1 + the number of more likely ids,
-        then the ids.
+        log-probabilities, float32 `[rows, positions, 1 + n]`: the chosen token's, then the largest ones in order, the
+        lowest ids first among equals; int64 of the same shape: the chosen token's rank (1 + the number of more likely
+        ids), then the ids.
     """
     logits = logits.float()
     chosen = logits.gather(2, tokens[..., None])

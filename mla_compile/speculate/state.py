@@ -1,4 +1,4 @@
-"""The decode state of a batch: tensors that persist, that a step changes in place and a replayed graph finds again."""
+"""The decode state of a batch: persistent tensors, which a step updates in place at addresses known to its graph."""
 
 from dataclasses import dataclass, fields
 
@@ -21,24 +21,24 @@ class DecodeState:
     num_cached: tokens whose latents are in the trunk's cache, int32 `[rows]`. The last token is not among them.
     last_token: the newest token, at position `num_cached`, int64 `[rows]`.
     drafts: proposed tokens for the k positions after it, int64 `[rows, k]`.
-    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`; max_drafts: at most, int32 `[rows]`.
+    num_drafts: the number of valid drafts, the first ones, int32 `[rows]`; max_drafts: its maximum, int32 `[rows]`.
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
     stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
     seed: int64 `[rows]`; temperature, top_p, min_p: float32 `[rows]`; top_k: int32 `[rows]`.
     repetition_penalty, presence_penalty, frequency_penalty: float32 `[rows]`.
     block_table: int32 `[rows, max_pages]`; every row owns pages for `max_len` tokens.
-    report: what the last step did, for the host, int64 `[rows, 4 + k + 1]`: the number of tokens emitted, whether
-        the row is still active, the number of drafts that it had, the position of its next token where that one's
-        logits are NaN or infinite (else 0), the tokens.
-    in_prompt: which ids the prompt has, bool `[rows, vocab]`; num_emitted: how often the text after it has each id,
-        the last token included, int32 `[rows, vocab]`. None in a state without penalties.
-    logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.
-        None in a state that tells none.
+    report: the last step's result for the host, int64 `[rows, 4 + k + 1]`: the number of tokens emitted, whether the
+        row is still active, the number of drafts that it had, the position of its next token if that one's logits are
+        NaN or infinite (else 0), the tokens.
+    in_prompt: the ids in the prompt, bool `[rows, vocab]`; num_emitted: how often the text after it has each id, the
+        last token included, int32 `[rows, vocab]`. None in a state without penalties.
+    logprobs, logprob_ids: `top_logprobs` of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`. None in a
+        state without log-probabilities.
     history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
-        `max_len` tokens; what stands behind the text means nothing. None where no drafter reads it.
+        `max_len` tokens; places after the text are undefined. None if no drafter reads it.
 
-    What is None is compiled into a step.
+    A step is compiled for the set of tensors that are None.
     """
 
     num_cached: Tensor
@@ -80,12 +80,12 @@ class DecodeState:
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
 
-        penalised_vocab: the vocabulary's size, where rows may have penalties.
-        num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
-        history_len: tokens of a row at most, where a drafter reads them.
+        penalised_vocab: the vocabulary's size, if rows may have penalties.
+        num_logprobs: the number of most likely tokens with log-probabilities, besides the chosen one's.
+        history_len: maximum tokens of a row, if a drafter reads them.
 
-        The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
-        number of rows that varies (one compiled graph serves every bucket).
+        The tensors are marked for the compiler: static addresses (CUDA graphs update them in place, without copies) and
+        a number of rows that varies (one compiled graph serves every bucket).
         """
         if rows < 1:
             raise MLAError("rows", "at least 1", rows)
@@ -94,7 +94,7 @@ class DecodeState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             optional: dict[str, Tensor] = {}
             if penalised_vocab is not None:
                 optional["in_prompt"] = zeros(rows, penalised_vocab, dtype=torch.bool)
@@ -130,7 +130,7 @@ class DecodeState:
         return state
 
     def num_rows(self) -> int:
-        """The bucket's rows; tells the compiler, which gives each tensor a size of its own, that all agree."""
+        """The bucket's rows. Asserts for the compiler that all tensors have as many, as each has its own symbol."""
         rows = self.num_cached.shape[0]
         for tensor in self.tensors():
             torch._check(tensor.shape[0] == rows)
@@ -139,7 +139,7 @@ class DecodeState:
     def decode_batch(
         self, num_cached: Tensor, q_lens: Tensor, q_len: int, *, page_size: int, backend: str | None
     ) -> tuple[MLABatch, Tensor]:
-        """`q_len` tokens of each row, `q_lens` `[rows]` of which count, behind `num_cached`; and their positions."""
+        """`q_len` tokens per row after `num_cached`, `q_lens` `[rows]` of them valid, as a batch, and the positions."""
         segment, positions = decode_segment(
             num_cached,
             self.block_table,
@@ -154,6 +154,6 @@ class DecodeState:
         return list(self.named().values())
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors that there are, by their fields' names."""
+        """The tensors that are not None, by their fields' names."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in every.items() if tensor is not None}

@@ -11,23 +11,23 @@ token at position n and drafts d_1..d_k after it:
     MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
                                                            one position each, from its own output
 
-What drafts is a row of a table (`drafter.py`): here the MTP layer. A prompt look-up reads the text instead, in
+The drafter is an entry of a table (`drafter.py`), above the MTP layer. Prompt lookup reads the text instead, in
 `DecodeState.history`, which has s_0..s_a by then.
 
-Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
-at position n + a + 1, and a token sees only positions up to its own.
+Latents of rejected positions stay in the caches and are overwritten before any token attends to them: the next step
+starts at position n + a + 1, and a token attends only to positions up to its own.
 
-A mixed step prefills prompt chunks in the same forward. A row whose prompt of p tokens ends with its chunk is from then
-on a decode row with p - 1 cached tokens, of whose k + 1 positions only the first counts:
+A mixed step prefills prompt chunks in the same forward. A row whose prompt of p tokens ends with its chunk becomes a
+decode row with p - 1 cached tokens, and only the first of its k + 1 positions is valid:
 
     position            p-1
     target read         the prompt's last token, in the chunk; its hidden state takes the place of the row's first
     target samples      s_0, which takes position p
     MTP reads           s_0,h    -> first draft; then k - 1 more, in one chain with all rows
 
-Where logits are NaN or infinite there is no s_j. A draft may be to blame: attention gives its latents no weight at the
-positions before it, but 0 x NaN is NaN. So what was emitted before stands, and the row's next step has no drafts. Where
-a step without any finds no s_0, neither would plain decoding: the row ends.
+If logits are NaN or infinite there is no s_j. A draft may be the cause: attention gives its latents no weight at the
+positions before it, but 0 x NaN is NaN. So tokens before s_j are emitted, and the row's next step has no drafts. If a
+step without drafts has no s_0, plain decoding would not have it either: the row ends.
 """
 
 from collections.abc import Callable
@@ -62,12 +62,12 @@ class SpeculativeDecoder(nn.Module):
     """The step of a batch: `forward` is an MTP iteration that advances a `DecodeState`, `mixed` one with prompts.
 
     Args:
-        model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
-        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States have as many.
-        drafter: the one that all steps over the same states share; a new one of the kind, or of that name in
-            `DRAFTERS`. States need a `history` where it reads one.
+        model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens per page.
+        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token per step. States need the same k.
+        drafter: a drafter, which all steps over the same states share; or a kind, or a name in `DRAFTERS`, to build
+            one. States need a `history` if it reads one.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
-            log-probabilities are in it where the state has tensors for them.
+            log-probabilities are compiled in if the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
     """
 
@@ -92,25 +92,25 @@ class SpeculativeDecoder(nn.Module):
         self.decode_backend = decode_backend
         if drafter is None or isinstance(drafter, (str, DrafterKind)):
             settings = DrafterSettings(model, self.k, page_size, decode_backend)
-            kind = select_drafter(drafter, has_mtp=True)  # an engine asks what the model has
+            kind = select_drafter(drafter, has_mtp=True)  # an engine checks this itself
             drafter = kind.build(settings) if self.k > 0 else None
         self.drafter = drafter
         self.aux_layers: tuple[int, ...] = getattr(drafter, "aux_layers", ())
 
     def forward(self, state: DecodeState) -> None:
-        """One MTP iteration, in place; `state.report` says what came of it."""
+        """Run one MTP iteration, in place; `state.report` has its result."""
         logits, output = self.verify(state)
         self.advance(state, self.choose_targets(state, logits), output)
 
     def mixed(self, state: DecodeState, packed: PackedChunks) -> None:
-        """One MTP iteration that prefills prompt chunks in the same forward.
+        """Run one MTP iteration that prefills prompt chunks in the same forward.
 
-        Rows with chunks must be inactive, all but `num_cached`, `last_token`, `drafts` and `report` set for the whole
-        prompt. Where its last chunk is here, a row decodes from now on: its report has its first token, and drafts
-        stand behind it as behind the others' tokens. After any other chunk it stays inactive and reports nothing.
+        Rows with chunks must be inactive, with all tensors but `num_cached`, `last_token`, `drafts` and `report` set
+        for the whole prompt. With its last chunk a row begins to decode: its report has its first token, and it gets
+        drafts like the other rows. After any other chunk it stays inactive and reports nothing.
 
-        A row that begins is a decode row with `num_cached` one less than its prompt, of which one position counts.
-        What that position reads and gives comes from the chunk; all that follows treats rows alike.
+        A row that begins is a decode row with `num_cached` one less than its prompt and one valid position. The hidden
+        state of that position comes from the chunk; the rest of the step treats all rows alike.
         """
         logits, output = self.verify(state, packed)
         self.advance(state, self.choose_targets(state, logits), output, packed.begins)
@@ -121,11 +121,11 @@ class SpeculativeDecoder(nn.Module):
         Rows that begin are active afterwards.
 
         Returns:
-            logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and what the trunk's
-            forward gave of `[rows * (k + 1)]` tokens, for `advance`. In a row that begins, j = 0 is its first token,
-            and the others mean nothing.
+            logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's output
+            for `[rows * (k + 1)]` tokens, for `advance`. In a row that begins, j = 0 is its first token, and the other
+            positions are undefined.
         """
-        # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
+        # Not the decorator: Dynamo would compile its code object, which all decorated functions share.
         with torch.no_grad():
             rows = state.num_rows()
             tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
@@ -150,7 +150,7 @@ class SpeculativeDecoder(nn.Module):
     def _begin_rows(
         self, state: DecodeState, chunks: PromptChunks, output: ForwardOutput, positions: Tensor
     ) -> ForwardOutput:
-        """Fill the drafter's caches with the chunks, and make decode rows of those whose prompts end with them.
+        """Fill the drafter's caches with the chunks, and turn rows whose prompts end with them into decode rows.
 
         output, positions: of all tokens, decode rows' first, `[rows * (k + 1) + tokens, ...]`.
 
@@ -160,7 +160,7 @@ class SpeculativeDecoder(nn.Module):
         if self.drafter is not None:
             sizes = [rows * q_len, chunks.token_ids.shape[0]]
             self.drafter.fill(chunks, output.map(lambda hidden: torch.split(hidden, sizes)[1]))
-        # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
+        # k + 1 tokens of a decode row, 1 of a prompt's last chunk, 0 of any other chunk.
         gather_ids = torch.arange(rows * q_len, device=positions.device).view(rows, q_len)
         first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
         gather_ids = torch.cat([first[:, None], gather_ids[:, 1:]], dim=1).view(-1)
@@ -172,9 +172,9 @@ class SpeculativeDecoder(nn.Module):
     def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
 
-        -1 where the logits, before penalties and masks, are NaN or infinite.
+        A target is -1 if its logits, before penalties and masks, are NaN or infinite.
 
-        allowed: what may be chosen at each position, bool `[rows, k + 1, vocab_size]`; None for every id.
+        allowed: the ids that may be chosen at each position, bool `[rows, k + 1, vocab_size]`; None for every id.
         """
         with torch.no_grad():
             rows = state.num_rows()
@@ -184,16 +184,16 @@ class SpeculativeDecoder(nn.Module):
             targets = choose_tokens(
                 state, logits, position, state.drafts, sampled=self.sampled, allowed=allowed
             )
-            self._tell_logprobs(state, logits, targets)
+            self._report_logprobs(state, logits, targets)
             return torch.where(can_choose(logits), targets, NO_TOKEN)
 
     def advance(
         self, state: DecodeState, targets: Tensor, output: ForwardOutput, begins: Tensor | None = None
     ) -> None:
-        """The second half: accept, draft, move on.
+        """The second half: accept, draft, update the state.
 
-        targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`; -1 where there is none.
-        output: from `verify`. begins: of the chunks that `verify` was given, bool `[rows]`; None for no row.
+        targets: from `choose_targets` or chosen by the caller, int64 `[rows, k + 1]`; -1 for a missing one.
+        output: from `verify`. begins: of the chunks passed to `verify`, bool `[rows]`; None for no row.
         """
         with torch.no_grad():
             rows, q_len = state.num_rows(), self.k + 1
@@ -205,7 +205,7 @@ class SpeculativeDecoder(nn.Module):
                 torch._check(begins.shape[0] == rows)
                 q_lens = torch.where(begins, q_lens.clamp(max=1), q_lens)
             num_verified = (q_lens - 1).clamp(min=0)
-            # Behind the first position without a token nothing counts.
+            # Positions after the first one without a token are not valid.
             num_chosen = (targets != NO_TOKEN).to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
             targets = targets.clamp(min=0)
             count, active = self._accept(state, targets, torch.minimum(q_lens, num_chosen))
@@ -234,39 +234,39 @@ class SpeculativeDecoder(nn.Module):
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
-            # `num_cached` of a row that has failed is what it was.
+            # A failed row emits nothing, so its `num_cached` has not changed.
             failed_at = torch.where(has_failed, num_cached + 1, 0)
             columns = torch.stack([count, active.to(torch.int32), num_verified, failed_at], dim=1)
             state.report.copy_(torch.cat([columns, targets], dim=1))
 
     def query_lens(self, state: DecodeState) -> Tensor:
-        """How many of a row's k + 1 positions count, int32 `[rows]`; of a row that has just begun one does."""
-        # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
+        """The number of valid positions of a row's k + 1, int32 `[rows]`; `advance` uses 1 for a row that begins."""
+        # The token at position max_len - 1 is the row's last: from there on nothing is sampled or run.
         room = state.max_len - 1 - state.num_cached
         return torch.where(state.active, torch.minimum(room.clamp(0, self.k + 1), state.num_drafts + 1), 0)
 
     def _count_emitted(self, state: DecodeState, tokens: Tensor, count: Tensor) -> None:
-        """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, where the state has counts."""
+        """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, if the state has counts."""
         if state.num_emitted is not None:
             emitted = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
             rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None].expand_as(tokens)
-            # Not `scatter_add_`, of which Inductor makes a copy of all counts.
+            # Not `scatter_add_`, for which Inductor copies all counts.
             state.num_emitted.index_put_((rows, tokens), emitted.to(torch.int32), accumulate=True)
 
-    def _tell_logprobs(self, state: DecodeState, logits: Tensor, tokens: Tensor) -> None:
-        """Report on `tokens` `[rows, n]`, chosen from logits `[rows, n, vocab_size]`, where the state asks for it."""
+    def _report_logprobs(self, state: DecodeState, logits: Tensor, tokens: Tensor) -> None:
+        """Report `top_logprobs` of `tokens` `[rows, n]` from logits `[rows, n, vocab_size]`, if the state has them."""
         if state.logprobs is not None and state.logprob_ids is not None:
             logprobs, ids = top_logprobs(logits, tokens, state.logprobs.shape[2] - 1)
             state.logprobs.copy_(logprobs)
             state.logprob_ids.copy_(ids)
 
     def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of `targets` each row emits, int32 `[rows]`, and which rows go on.
+        """The number of `targets` that each row emits, int32 `[rows]`, and the rows that go on.
 
-        q_lens: of how many positions a row has targets.
+        q_lens: number of positions of a row that have targets.
         """
         index = torch.arange(self.k + 1, device=targets.device)
-        # A draft counts only where its own position was run and a token can be sampled after it.
+        # A draft is accepted only if its own position was run and a token can be sampled after it.
         agrees = (state.drafts == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
         count = torch.minimum(1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1), q_lens)
         stops = (targets[..., None] == state.stop_ids[:, None]).any(dim=-1) & (index < count[:, None])

@@ -1,4 +1,4 @@
-"""What speculative decoding asks of a model, and the engine of one that it serves."""
+"""The protocols of a model: `Target` for speculative decoding, `ServedModel` for an engine."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,12 +11,12 @@ from mla_compile.caches import CacheSpec
 
 
 class Target(Protocol):
-    """What a step asks of a model; token dimensions are packed, `[tokens]`."""
+    """The methods of a model that a step calls; token dimensions are packed, `[tokens]`."""
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
-        """Hidden states, of `aux_layers` too, which the drafter asks for by index; appends to the trunk's caches."""
+        """Hidden states, and the outputs of the layers `aux_layers` for the drafter; appends to the trunk's caches."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden_size]` -> `[..., vocab_size]`."""
@@ -27,14 +27,14 @@ class Target(Protocol):
         """The MTP layer: hidden states after `shared_head.norm`; appends to its own cache."""
 
     def cache_specs(self) -> list[CacheSpec]:
-        """What the caches of its layers hold of each token; those of the MTP layer have the owner "drafter"."""
+        """The caches of its layers; those of the MTP layer have the owner "drafter"."""
 
 
 class ServedModel(Target, Protocol):
     """A `Target` that an engine can serve.
 
-    A model may have two more attributes. `max_position_embeddings`: the tokens of its longest text, which bound
-    `max_model_len`. `num_aux_layers`: how many layers' outputs its forward can give; none by default.
+    A model may have two more attributes. `max_position_embeddings`: its maximum number of tokens, which bounds
+    `max_model_len`. `num_aux_layers`: the number of layers whose outputs its forward can return; 0 by default.
     """
 
     @property
@@ -49,8 +49,8 @@ class ServedModel(Target, Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether rows have state besides the caches. Each then owns a block of pages as long as its table, found by
-        its first page, and its prompt is run in one piece."""
+        """Whether rows have state besides the caches. If so, each row owns a block of pages as long as its block table,
+        its first page locates the state, and its prompt runs in one piece."""
 
     def prepare(self, num_pages: int) -> None:
-        """An engine is about to allocate its caches: the model forgets what else it keeps of rows."""
+        """Called before an engine allocates its caches: the model drops its other state of rows."""

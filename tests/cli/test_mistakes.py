@@ -115,7 +115,7 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         ),
         (
             ["--prompt", "a", "--expert-parallel"],
-            "--expert-parallel: expected more than one process, got 1; give --tensor-parallel-size 2, say, with it",
+            "--expert-parallel: expected more than one process, got 1; use --tensor-parallel-size 2, for example",
         ),
         (["--prompt", "a", "--frobnicate"], "No such option"),
         (["--prompt"], "requires an argument"),
@@ -277,7 +277,7 @@ def test_the_installed_command_reports_a_mistake_the_same_way():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--regex", "a("], "regex: expected a grammar that llguidance takes, got"),
+        (["--regex", "a("], "regex: expected a grammar that llguidance accepts, got"),
         (["--regex", "a", "--json-schema", "b"], "--json-schema, --regex: expected one of them, got both"),
         (["--json-schema", "missing.json"], "--json-schema missing.json: expected a readable file"),
     ],

@@ -65,7 +65,9 @@ def test_a_tokenizer_whose_regex_gives_up_is_a_mistake_by_name(copy, generate, c
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, content["pre_tokenizer"]]}
     file.write_text(json.dumps(content))
     prompt = letter * draw.randrange(40, 60) + "!"
-    with pytest.raises(MLAError, match=r"^prompts\[0\]: expected text that the tokenizer takes, got .*over"):
+    with pytest.raises(
+        MLAError, match=r"^prompts\[0\]: expected text that the tokenizer accepts, got .*over"
+    ):
         mla_compile.generate([prompt], model=copy, compile=False)
     assert "panicked" in capfd.readouterr().err
     result = generate("--prompt", prompt, "--model", copy)

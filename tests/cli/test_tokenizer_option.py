@@ -36,7 +36,7 @@ def test_text_for_it_is_refused_before_weights_are_read(generate, with_code, mon
     monkeypatch.delattr("mla_compile.engine.text.load_model")
     result = generate("--prompt", "hello", "--model", with_code)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "auto_map: expected a tokenizer that is no code" in result.stderr
+    assert "auto_map: expected a tokenizer that is not code" in result.stderr
     assert "--tokenizer DIR" in result.stderr and "token ids" in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -62,7 +62,7 @@ def test_text_in_an_option_needs_the_tokenizer_too(generate, with_code, tmp_path
     (tmp_path / "ids.jsonl").write_text(json.dumps(HELLO_IDS))
     result = generate("--input", tmp_path / "ids.jsonl", "--model", with_code, *option)
     assert result.exit_code == 2
-    assert "expected a tokenizer that is no code" in result.stderr
+    assert "expected a tokenizer that is not code" in result.stderr
 
 
 def test_the_option_names_a_directory_with_a_tokenizer(generate, tmp_path, without_tokenizer):
@@ -78,7 +78,7 @@ def test_the_library_takes_it_too(with_code, tokenizer):
 
     assert complete("hello", model=with_code, tokenizer=tokenizer).text is not None
     assert complete(HELLO_IDS["prompt_token_ids"], model=with_code).text is None
-    with pytest.raises(MLAError, match="expected a tokenizer that is no code"):
+    with pytest.raises(MLAError, match="expected a tokenizer that is not code"):
         complete("hello", model=with_code)
 
 
@@ -86,7 +86,7 @@ def test_text_that_a_tokenizer_cannot_read_is_a_named_error(copy):
     words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}}
     (copy / "tokenizer.json").write_text(json.dumps(words))
     (copy / "tokenizer_config.json").unlink()
-    with pytest.raises(MLAError, match="prompt: expected text that the tokenizer takes, got "):
+    with pytest.raises(MLAError, match="prompt: expected text that the tokenizer accepts, got "):
         Checkpoint.load(copy).encode("hello")
 
 

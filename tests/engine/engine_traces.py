@@ -94,7 +94,7 @@ def sampling(arrival: Arrival) -> SamplingParams:
 
 @cache
 def text(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int = 40) -> Completion:
-    """What the model says alone, one token a step, whatever would end it."""
+    """The model's tokens alone, one per step, without any end."""
     alone = Engine(model(), max_rows=1, max_model_len=len(prompt) + num_tokens, compile=False)
     (completion,) = alone.generate([list(prompt)], params, max_new_tokens=num_tokens)
     return completion
@@ -216,7 +216,7 @@ class EngineRun:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
     def _plant(self, state: DecodeState, verified: Verified, drafts: Tensor) -> Tensor:
-        """Where the host knows the text: in most rows drafts of which a random number are right.
+        """If the host knows the text: in most rows a random number of the drafts is right.
 
         What an n-gram drafter drafts is checked first.
         """
@@ -276,8 +276,8 @@ class EngineRun:
             assert completion.logprobs is not None
             for mine, expected in zip(completion.logprobs, alone.logprobs[:whole], strict=True):
                 assert mine.keys() == expected.keys(), where
-                for token, told in mine.items():
-                    assert abs(told.logprob - expected[token].logprob) < 1e-5, where
+                for token, entry in mine.items():
+                    assert abs(entry.logprob - expected[token].logprob) < 1e-5, where
         if request.max_drafts is not None:
             most = max(completion.draft_positions, default=0)
             assert most <= request.max_drafts, where
@@ -285,7 +285,7 @@ class EngineRun:
         self.outcome.tokens.append(completion.token_ids)
 
     def _fails_after(self, prompt: list[int], tokens: list[int]) -> int | None:
-        """How many of the tokens the poisoned model says after the prompt; None for all of them."""
+        """The number of tokens that the poisoned model emits after the prompt; None for all of them."""
         where, poison = self.trace.poison or ("drafts", 0)
         # Latents spoil all that follows them. Of a prompt's logits the last ones alone are asked for.
         if where == "drafts":

@@ -33,7 +33,7 @@ def texts(requests: Iterable[Request]) -> list[list[int]]:
 
 
 def with_lag(of: Engine, lag: int) -> Engine:
-    """The engine, in which so many launches' reports are held back, as on a device."""
+    """The engine with the reports of `lag` launches held back, as on a GPU."""
     of.report_lag = lag
     return of
 
@@ -43,7 +43,7 @@ def pool_of(of: Engine) -> PagePool:
 
 
 def with_new_caches(of: Engine, num_pages: int) -> Engine:
-    """The engine on caches of so many pages with NaN in them, made after its own."""
+    """The engine on new caches of `num_pages` pages, filled with NaN."""
     of._caches.allocate(replace(of.config, num_pages=num_pages))
     poison_caches(of.model)
     return of

@@ -1,4 +1,4 @@
-"""`batch_invariant=True`: a request's bits in any mix, and what `check_batch_invariance` says of a model."""
+"""`batch_invariant=True`: a request's bits in any mix, and the report of `check_batch_invariance`."""
 
 from collections.abc import Callable
 

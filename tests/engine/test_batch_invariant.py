@@ -1,7 +1,7 @@
-"""`batch_invariant=True`: what the engine does so that a request's latents and tokens depend on nobody else.
+"""`batch_invariant=True`: the engine's part in making a request's latents and tokens independent of other requests.
 
 The bits themselves are compared where steps are compiled with Inductor; here it is about which steps are compiled,
-which pages are shared, and who waits for pages.
+which pages are shared, and which requests wait for pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -150,7 +150,7 @@ def scheduler(k: int = 1, *, num_pages: int = 101, page_size: int = 4, max_rows:
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_second_turn_shares_what_the_first_prompt_filled_and_nothing_that_was_said(k: int) -> None:
+def test_a_second_turn_shares_what_the_first_prompt_filled_and_nothing_that_was_emitted(k: int) -> None:
     for length in range(1, 12):
         of = scheduler(k, page_size=2)
         prompt = list(range(1, 1 + length))
@@ -171,7 +171,7 @@ def test_a_second_turn_shares_what_the_first_prompt_filled_and_nothing_that_was_
 @pytest.mark.long
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_chat_prefills_what_was_said(k: int) -> None:
+def test_a_chat_prefills_what_was_emitted(k: int) -> None:
     """By the default, which shares those pages, less is prefilled."""
     reused = []
     for mine in (engine(k), invariant(k)):
@@ -200,7 +200,7 @@ def test_a_request_waits_for_the_pages_of_its_longest_text() -> None:
 
 def facts(completion: Completion) -> tuple[object, ...]:
     places = [
-        {token: round(told.logprob, 6) for token, told in place.items()}
+        {token: round(entry.logprob, 6) for token, entry in place.items()}
         for place in completion.logprobs or []
     ]
     c = completion

@@ -186,7 +186,7 @@ def test_what_torch_refuses_to_record_is_reported_so() -> None:
     with graphs.instead_of_torch():
         step = captures.measured("greedy", graphs.step)
         step(state_of(4))
-        assert "when it is called again" in captures.report().buckets[0].outcome
+        assert "recorded on its next call" in captures.report().buckets[0].outcome
         step(state_of(4))
     assert captures.report().buckets[0].outcome.startswith("uncaptured: torch recorded no graph")
 

@@ -118,8 +118,7 @@ def test_a_broken_character_between_words_is_replaced() -> None:
 def test_a_decode_that_gives_no_text_is_named(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = KINDS["in_python"]()
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: given)
-    said = f"the tokenizer cannot decode token 3: TypeError: it gave no text but {type(given).__name__}"
-    with pytest.raises(RequestError, match=rf"^{said}$"):
+    with pytest.raises(RequestError, match=rf"tokenizer cannot decode token 3: .*{type(given).__name__}"):
         TextReader(tokenizer).feed([3])
 
 

@@ -1,4 +1,4 @@
-"""The engine around the step: who owns its caches, odd arguments, chunks of prompts."""
+"""The engine around the step: the owner of its caches, odd arguments, chunks of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -297,7 +297,7 @@ def test_an_engine_may_have_the_config_of_another() -> None:
         ({"config": {"max_rows": 2}}, "^config: expected an EngineConfig or None, got dict"),
         (
             {"config": EngineConfig(), "max_rows": 2},
-            "^config: expected None beside other settings, got max_rows",
+            "^config: .*max_rows.*dataclasses.replace",
         ),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_config_that_is_none_is_refused(settings: dict[str, Any], message: str
 
 @pytest.mark.long
 def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where mixed steps are captured; chunks of nobody write to no page, and poisoned ones show who reads."""
+    """As with captured mixed steps: padding chunks write to no page, and poisoned pages reveal reads."""
     prompts = [*PROMPTS, [1] * 20]
     plain, padded = (engine(max_rows=3, max_tokens_per_step=15) for _ in range(2))
     expected = plain.generate(prompts, max_new_tokens=12)

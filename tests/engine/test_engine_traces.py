@@ -38,7 +38,7 @@ def test_a_batch_invariant_engine_preempts_none() -> None:
 
 
 def poisoned_traces() -> st.SearchStrategy[Trace]:
-    # Prompts are full of 3; 23 and 28 are said.
+    # Prompts are full of 3; 23 and 28 are emitted.
     poison = st.tuples(st.sampled_from(POISONS), st.sampled_from([23, 28, 3]))
     return st.builds(lambda trace, poison: replace(trace, poison=poison), traces(), poison)
 
@@ -164,7 +164,7 @@ def moved_rows_leave_their_history_behind(patch: pytest.MonkeyPatch) -> None:
 def test_the_traces_notice(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
     def fails(trace: Trace) -> bool:
         with pytest.MonkeyPatch.context() as patch:
-            for arrival in trace.arrivals:  # what is right is said before the mistake
+            for arrival in trace.arrivals:  # valid tokens are emitted before the mistake
                 text(tuple(arrival.prompt()), sampling(arrival))
             mistake(patch)
             try:

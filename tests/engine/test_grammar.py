@@ -29,7 +29,7 @@ from tests.speculate.from_scratch import FromScratch
 pytest.importorskip("llguidance")
 
 EOS = 0
-# Ids 36 to 39 of the tiny model's vocabulary are nobody's, as where a checkpoint pads its embeddings.
+# Ids 36 to 39 of the tiny model's vocabulary have no token, as in a checkpoint with padded embeddings.
 # Every text of the grammars below can be encoded: llguidance encodes what a grammar forces.
 TOKENS = ["</s>", *'abcdtrue{}":,-0123456789=!', "ab", "cd", '{"', '":', '",', "bcd", "12", "true", '"a']
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -37,7 +37,7 @@ SAMPLED = [
     SamplingParams(temperature=0.9, top_k=k, top_p=0.9, seed=seed) for k, seed in ((0, 1), (5, 2), (0, 3))
 ]
 MIXED = [SAMPLED[0], SamplingParams(), SAMPLED[2]]
-TOLD = [
+WITH_LOGPROBS = [
     SamplingParams(
         temperature=0.9, seed=1, min_p=0.02, frequency_penalty=0.6, repetition_penalty=1.4, logprobs=2
     ),
@@ -122,7 +122,7 @@ def ids(completions: Sequence[Completion]) -> list[list[int]]:
     return [c.token_ids for c in completions]
 
 
-def said(completion: Completion) -> str:
+def text_of(completion: Completion) -> str:
     """Its text; a completion that ended must have a stop id, and only at its end."""
     assert completion.finish_reason == "stop"
     assert completion.token_ids.index(EOS) == len(completion.token_ids) - 1
@@ -152,7 +152,12 @@ def guess(
 
 @pytest.mark.parametrize(
     "sampling",
-    [None, pytest.param(SAMPLED, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), TOLD],
+    [
+        None,
+        pytest.param(SAMPLED, marks=pytest.mark.slow),
+        pytest.param(MIXED, marks=pytest.mark.slow),
+        WITH_LOGPROBS,
+    ],
     ids=["greedy", "sampled", "mixed", "penalised"],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,12 +166,12 @@ def test_every_text_follows_the_grammar_and_drafts_change_no_token(
 ) -> None:
     one = grammar(kind)
     expected = plain([one] * 3, sampling)
-    assert all(follows(kind, said(completion)) for completion in expected)
+    assert all(follows(kind, text_of(completion)) for completion in expected)
     for k in (1, 3):
         assert ids(run(k, one, sampling)) == ids(expected)
 
 
-@pytest.mark.parametrize("sampling", [MIXED, TOLD], ids=["mixed", "penalised"])
+@pytest.mark.parametrize("sampling", [MIXED, WITH_LOGPROBS], ids=["mixed", "penalised"])
 @pytest.mark.parametrize("wrong", [3, 4, 1000])
 @pytest.mark.parametrize(
     "k", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
@@ -191,22 +196,24 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
 ) -> None:
     """Penalised, then ruled out, then filtered and sampled, one token at a time; logprobs are of the raw logits."""
     grammars = [grammar("json_schema"), grammar("regex"), None]
-    guess(monkeypatch, ids(plain(grammars, TOLD)), PROMPTS, wrong=4)
+    guess(monkeypatch, ids(plain(grammars, WITH_LOGPROBS)), PROMPTS, wrong=4)
     scratch = FromScratch(one_layer_model())
-    for prompt, one, params, completion in zip(PROMPTS, grammars, TOLD, run(k, grammars, TOLD)):
-        said: list[int] = []
+    for prompt, one, params, completion in zip(
+        PROMPTS, grammars, WITH_LOGPROBS, run(k, grammars, WITH_LOGPROBS)
+    ):
+        emitted: list[int] = []
         for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
-            text = prompt + said
+            text = prompt + emitted
             logits = scratch.model.logits(scratch._trunk(text)[-1])
-            allowed = None if one is None else allowed_after(one, said)
-            assert token == defined_token(logits, len(text), prompt, said, params, allowed)
+            allowed = None if one is None else allowed_after(one, emitted)
+            assert token == defined_token(logits, len(text), prompt, emitted, params, allowed)
             raw = logits.double().log_softmax(-1)
             likely = raw.argsort(descending=True).tolist()
             assert list(place) == list(dict.fromkeys([token, *likely[: params.logprobs]]))
-            for i, told in place.items():
-                assert told.logprob == pytest.approx(float(raw[i]), abs=1e-5)
-                assert told.rank == likely.index(i) + 1
-            said.append(token)
+            for i, entry in place.items():
+                assert entry.logprob == pytest.approx(float(raw[i]), abs=1e-5)
+                assert entry.rank == likely.index(i) + 1
+            emitted.append(token)
 
 
 def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
@@ -222,7 +229,7 @@ def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
-    [("ngram", None), pytest.param("mtp", TOLD, marks=pytest.mark.slow)],
+    [("ngram", None), pytest.param("mtp", WITH_LOGPROBS, marks=pytest.mark.slow)],
     ids=["ngram-greedy", "mtp-penalised"],
 )
 def test_compiled_halves_of_a_step_give_the_tokens_and_logprobs_of_eager_ones(
@@ -242,7 +249,7 @@ def test_compiled_halves_of_a_step_give_the_tokens_and_logprobs_of_eager_ones(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param(None, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), TOLD],
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), WITH_LOGPROBS],
     ids=["greedy", "mixed", "penalised"],
 )
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -254,8 +261,8 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
     one = grammar("json_schema")
     bound = ids(run(k, one, sampling))
     assert free != bound
-    for who in (2, 5):
-        grammars = [one if who >> row & 1 else None for row in range(3)]
+    for mask in (2, 5):
+        grammars = [one if mask >> row & 1 else None for row in range(3)]
         expected = [bound[row] if grammars[row] else free[row] for row in range(3)]
         assert ids(run(k, grammars, sampling)) == expected
         reversed_ = ids(run(k, grammars[::-1], sampling[::-1], PROMPTS[::-1]))
@@ -270,9 +277,9 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
 def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted(
     k: int, gap: int, pages: int
 ) -> None:
-    """Drafts are masked by what their own row has said, whatever stands before them in the step."""
+    """Drafts are masked by the tokens that their own row has emitted, whatever stands before them in the step."""
     grammars = [grammar("json_schema"), None, grammar("ebnf"), grammar("regex")]
-    prompts, sampling = [*PROMPTS, [1] * 20], [*TOLD, SAMPLED[0]]
+    prompts, sampling = [*PROMPTS, [1] * 20], [*WITH_LOGPROBS, SAMPLED[0]]
     expected = [plain([one], [params], [p])[0] for one, params, p in zip(grammars, sampling, prompts)]
     mine = engine(k, num_pages=pages, max_tokens_per_step=4 * (1 + k) + 3)
     generations = []
@@ -294,8 +301,8 @@ def test_rows_of_different_grammars_and_tokenizers_share_a_batch() -> None:
     grammars = [grammar("ebnf"), Grammar.from_regex(REGEX, other), grammar("json_schema")]
     out = run(3, grammars, MIXED)
     assert ids(out)[0] == ids(run(0, grammars[0], MIXED[0], PROMPTS[:1]))[0]
-    assert follows("ebnf", said(out[0])) and follows("json_schema", said(out[2]))
-    assert follows("regex", said(out[1])) and len(TOKENS) not in out[1].token_ids
+    assert follows("ebnf", text_of(out[0])) and follows("json_schema", text_of(out[2]))
+    assert follows("regex", text_of(out[1])) and len(TOKENS) not in out[1].token_ids
 
 
 @pytest.mark.long
@@ -306,7 +313,7 @@ def test_a_tokenizer_may_have_far_fewer_ids_than_the_model(sampling: list[Sampli
     assert -(-len(few) // 32) < -(-VOCAB // 32), "a mask of fewer words"
     grammars = [grammar("ebnf"), Grammar.from_regex(REGEX, few), None]
     out = run(3, grammars, sampling)
-    assert follows("ebnf", said(out[0])) and follows("regex", said(out[1]))
+    assert follows("ebnf", text_of(out[0])) and follows("regex", text_of(out[1]))
     assert max(out[1].token_ids) < len(few)
     assert ids(out) == ids(run(0, grammars, sampling))
 
@@ -315,7 +322,7 @@ def test_a_tokenizer_may_have_far_fewer_ids_than_the_model(sampling: list[Sampli
 def test_a_grammar_of_one_text_forces_it(k: int) -> None:
     text = '{"a":12}'
     for completion in run(k, Grammar.from_regex(re.escape(text), SMALL), MIXED):
-        assert said(completion) == text
+        assert text_of(completion) == text
 
 
 @pytest.mark.long
@@ -478,7 +485,7 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
     assert settled.tokens == [] and re.match(expected, settled.error)
 
 
-@pytest.mark.parametrize("sampling", [None, TOLD], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [None, WITH_LOGPROBS], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafts", ["own", "known"])
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_dead_end_ends_its_own_row_alone(

@@ -198,10 +198,10 @@ def alone(asked: Asked) -> Completion:
 
 
 def differ(outcomes: Sequence[Completion], asked: Sequence[Asked]) -> list[int]:
-    def said(of: Completion) -> tuple[Any, ...]:
+    def visible(of: Completion) -> tuple[Any, ...]:
         return of.token_ids, of.finish_reason, of.text, of.error, str(of.logprobs)[:40]
 
-    return [i for i, each in enumerate(asked) if said(outcomes[i]) != said(alone(each))]
+    return [i for i, each in enumerate(asked) if visible(outcomes[i]) != visible(alone(each))]
 
 
 def case(seed: int, patched: pytest.MonkeyPatch) -> Fault:

@@ -78,7 +78,7 @@ def test_a_name_that_is_no_setting_is_refused_with_those_near_it(seed: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "mend"),
+    ("wrong", "hint"),
     [
         ("block_size", r"did you mean page_size\?$"),
         ("max_num_seqs", r"did you mean max_rows\?$"),

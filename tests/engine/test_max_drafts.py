@@ -95,11 +95,11 @@ def test_each_row_may_have_its_own_number_of_drafts(
     of = engine(K, model)
     expected = [completion.token_ids for completion in plain(params)]
     step, state = start(of, PROMPTS[:4], 24, [params] * 4, [])
-    said = [[token] for token in state.last_token.tolist()]
+    row_texts = [[token] for token in state.last_token.tolist()]
     while state.active.any():
-        counts = [dice.randint(0, K) for _ in said]
+        counts = [dice.randint(0, K) for _ in row_texts]
         state.num_drafts.copy_(torch.tensor(counts))
-        for row, (prompt, text) in enumerate(zip(PROMPTS, said)):
+        for row, (prompt, text) in enumerate(zip(PROMPTS, row_texts)):
             count = min(K, 24 - len(text))
             if state.active[row] and count:
                 drafts = oracle.drafts(
@@ -108,11 +108,11 @@ def test_each_row_may_have_its_own_number_of_drafts(
                 assert state.drafts[row, :count].tolist() == drafts
                 state.drafts[row, :count] = torch.tensor(expected[row][len(text) : len(text) + count])
         step(state)
-        for text, count, (emitted, _, had, _, *tokens) in zip(said, counts, state.report.tolist()):
+        for text, count, (emitted, _, had, _, *tokens) in zip(row_texts, counts, state.report.tolist()):
             assert emitted in (0, min(1 + count, 24 - len(text)))
             assert not emitted or had == emitted - 1, "all of them were right"
             text += tokens[:emitted]
-    assert said == expected[:4]
+    assert row_texts == expected[:4]
 
 
 @pytest.mark.parametrize("most", [0, 1, None])
@@ -156,5 +156,5 @@ def test_one_step_is_compiled_for_all_numbers_of_drafts_and_checked_like_any_ste
 
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering")
-def test_one_step_of_look_ups_in_sampled_and_penalised_texts_is_compiled_too() -> None:
+def test_one_step_of_prompt_lookup_in_sampled_and_penalised_texts_is_compiled_too() -> None:
     check_that_one_step_is_compiled("ngram", KINDS["penalised"])

@@ -1,4 +1,4 @@
-"""NaN is never a token: where the model's logits are NaN or infinite a request ends, and says so.
+"""NaN is never a token: a request whose logits are NaN or infinite ends with an error that names them.
 
 The random traces of `test_engine_traces.py` have it with everything else that an engine does.
 """
@@ -38,7 +38,7 @@ def poisoned_engine(k: int, where: str, poison: int, **settings: object) -> Engi
 
 
 def cut(completions: Sequence[Completion], poison: int) -> list[tuple[list[int], str | None]]:
-    """What a model that is poisoned says of these prompts: the tokens of a healthy one, up to the poison."""
+    """The tokens of a poisoned model for these prompts: those of a healthy one, up to the poison."""
     expected = []
     for completion in completions:
         tokens, reason = completion.token_ids, completion.finish_reason
@@ -48,7 +48,7 @@ def cut(completions: Sequence[Completion], poison: int) -> list[tuple[list[int],
     return expected
 
 
-def said(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]]:
+def results(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]]:
     for completion in completions:
         assert (completion.error is not None) == (completion.finish_reason == "error")
         assert completion.logprobs is None or len(completion.logprobs) == len(completion.token_ids)
@@ -56,7 +56,7 @@ def said(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]
 
 
 def middle(completion: Completion) -> int:
-    """A token that the completion first has somewhere in its middle."""
+    """A token that first occurs in the middle of the completion."""
     tokens = completion.token_ids
     return next(token for i, token in enumerate(tokens) if i >= 4 and token not in tokens[:i])
 
@@ -64,7 +64,7 @@ def middle(completion: Completion) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_token_can_be_chosen_where_the_largest_logit_is_a_number(compiled: bool) -> None:
-    """In Inductor's vectors, and in what is left over behind them, too."""
+    """Also in Inductor's vectors and in the scalar rest after them."""
 
     def both(logits: Tensor) -> tuple[Tensor, Tensor]:
         return can_choose(logits), row_argmax(logits)
@@ -107,8 +107,8 @@ def test_only_the_requests_that_meet_nan_end_of_it(where: str, drafter: str) -> 
     assert where == "drafts" or "error" in dict(map(reversed, expected))
     for k in (0, 1, 3):
         of = poisoned_engine(k, where, poison, drafter=drafter if k else None)
-        assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == expected
-        assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == expected, "from shared pages"
+        assert results(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == expected
+        assert results(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == expected, "from shared pages"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -123,7 +123,7 @@ def test_prompts_with_nan_in_them_spoil_no_prompt_beside_them(seed: int) -> None
     of = poisoned_engine(
         dice.choice([0, 2]), "latents", poison, max_rows=6, max_tokens_per_step=dice.choice([18, 60])
     )
-    for i, (tokens, reason) in enumerate(said(of.generate(prompts, max_new_tokens=4))):
+    for i, (tokens, reason) in enumerate(results(of.generate(prompts, max_new_tokens=4))):
         wanted = ([], "error") if i in spoilt else (healthy[i].token_ids, "length")
         assert (tokens, reason) == wanted, i
 
@@ -141,14 +141,14 @@ def test_tokens_that_the_host_chooses_are_no_exception(k: int) -> None:
     healthy = chosen(engine(0))
     poison = middle(healthy[0])
     for where in POISONS[:3]:
-        assert said(chosen(poisoned_engine(k, where, poison))) == cut(healthy, poison)
+        assert results(chosen(poisoned_engine(k, where, poison))) == cut(healthy, poison)
     grammars = [Grammar.from_regex(REGEX, SMALL), None, None]
     settings = {"max_new_tokens": LENGTH, "grammars": grammars, "stop_ids": [0]}
     healthy = engine(0).generate(PROMPTS, MIXED[1], **settings)
     poison = middle(healthy[0])
     for where in POISONS[:3]:
         of = poisoned_engine(k, where, poison)
-        assert said(of.generate(PROMPTS, MIXED[1], **settings)) == cut(healthy, poison)
+        assert results(of.generate(PROMPTS, MIXED[1], **settings)) == cut(healthy, poison)
 
 
 def test_a_draft_that_gives_nan_costs_a_step_and_no_token() -> None:
@@ -193,7 +193,7 @@ def test_steps_that_check_themselves_find_nothing_wrong_with_nan() -> None:
     poison = middle(healthy[0])
     of = poisoned_engine(3, "latents", poison)
     with shadow_check(of):
-        assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == cut(healthy, poison)
+        assert results(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == cut(healthy, poison)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Requests that come and go: arrivals, aborts, priorities, ends of every kind, streams side by side."""
+"""Requests that come and go: arrivals, aborts, priorities, ends of every kind, concurrent streams."""
 
 import asyncio
 import gc
@@ -63,8 +63,8 @@ def test_requests_that_arrive_over_time_have_the_tokens_that_they_have_alone(
             mine.step()
     finish(mine)
     assert texts(generations) == expected
-    told = [generation.completion.logprobs for generation in generations]
-    assert [bool(places) for places in told] == [params.logprobs is not None for params in MIXED]
+    returned = [generation.completion.logprobs for generation in generations]
+    assert [bool(places) for places in returned] == [params.logprobs is not None for params in MIXED]
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -264,15 +264,15 @@ def test_each_request_ends_where_its_own_parameters_say() -> None:
 def test_a_stop_string_ends_the_text_where_it_first_appears(k: int, lag: int) -> None:
     params = SamplingParams(temperature=1, seed=5, logprobs=1)
     whole = alone(PROMPTS[0], params)
-    said = "".join(CHARACTERS[token] for token in whole)
+    text = "".join(CHARACTERS[token] for token in whole)
     mine = with_lag(engine(k, tokenizer=tokenizer()), lag)
     beside = mine.add(PROMPTS[3], max_new_tokens=30)
     for start, length in ((0, 1), (3, 2), (6, 1), (9, 3), (14, 4)):
-        stop = said[start : start + length]
+        stop = text[start : start + length]
         asked = replace(params, stop=["???", stop])
         (completion,) = mine.generate([PROMPTS[0]], asked, max_new_tokens=20)
-        at = said.index(stop)
-        assert (completion.text, completion.finish_reason) == (said[:at], "stop")
+        at = text.index(stop)
+        assert (completion.text, completion.finish_reason) == (text[:at], "stop")
         assert completion.token_ids == whole[: at + length]
         assert len(completion.logprobs or []) == at + length
     finish(mine)
@@ -372,7 +372,7 @@ def test_an_error_in_a_step_ends_the_requests_and_the_engine_goes_on(
     assert [c.token_ids for c in mine.generate(PROMPTS, MIXED, max_new_tokens=20)] == expected
 
 
-def test_stats_tell_how_things_stand() -> None:
+def test_stats_count_requests_and_pages() -> None:
     mine = engine(max_rows=2)
     assert mine.stats.acceptance_length is None
     generations = [mine.add(prompt, max_new_tokens=20) for prompt in PROMPTS]
@@ -394,7 +394,7 @@ def test_stats_tell_how_things_stand() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_streams_of_chosen_and_of_sampled_tokens_run_side_by_side(k: int, expected: list[list[int]]) -> None:
+def test_streams_of_chosen_and_of_sampled_tokens_run_concurrently(k: int, expected: list[list[int]]) -> None:
     def second_best(
         logits: torch.Tensor, drafts: torch.Tensor, completions: Sequence[Completion]
     ) -> torch.Tensor:

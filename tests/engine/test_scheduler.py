@@ -149,7 +149,7 @@ def test_a_higher_priority_goes_before_earlier_ones_and_before_a_prompt_that_has
     assert not other.is_running
 
 
-def test_nobody_passes_the_first_that_waits() -> None:
+def test_no_request_passes_the_first_that_waits() -> None:
     of = scheduler(k=0, num_pages=5, page_size=4)
     of.add([1] * 8, max_len=16)  # 3 of 4 pages, with the step after it
     of.plan()

@@ -14,7 +14,7 @@ from tests.engine.toy_engine import Arrival, ToyEngine, Trace
 
 
 class Watched(ToyEngine):
-    """Checks in every step who passes whom, and counts by how many each request was passed."""
+    """Checks in every step which request passes which, and counts by how many each one was passed."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
@@ -94,7 +94,7 @@ def test_a_client_without_a_row_is_passed_by_no_later_request() -> None:
 
 
 def light_ones(every: int, until: int) -> Iterator[Arrival]:
-    """A new client every so many steps, each of whom asks once."""
+    """A new client every few steps, with one request each."""
     for i, step in enumerate(range(0, until, every)):
         yield Arrival(step, 0, 3, max_new_tokens=3, seed=i, client=f"light {i}")
 

@@ -1,4 +1,4 @@
-"""An engine belongs to one thread at a time: another one is told so at once, and the first notices nothing."""
+"""One thread at a time owns an engine: a call from another raises at once, and the owner's calls are not affected."""
 
 import asyncio
 import copy
@@ -13,7 +13,7 @@ import torch
 
 from mla_compile import Completion, Engine, MLAError
 from mla_compile.engine import Request
-from mla_compile.engine.turn import Turn
+from mla_compile.engine.single_owner import SingleOwner
 from tests.engine.engines import engine, finish
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30))]
@@ -90,7 +90,7 @@ def test_threads_that_meet_are_refused_and_what_was_taken_on_is_right(
 
 
 def run_together(calls: Sequence[Callable[[], object]]) -> None:
-    """In a thread each, of which none may fail or hang."""
+    """Run each call in a thread of its own; none may fail or hang."""
     with ThreadPoolExecutor(len(calls), thread_name_prefix="Thread") as pool:
         for future in [pool.submit(call) for call in calls]:
             future.result(timeout=120)
@@ -110,7 +110,7 @@ CALLS: dict[str, Callable[[Engine, Request], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call_says_who_is_in_the_engine_and_changes_nothing(
+def test_a_refused_call_names_the_owning_thread_and_changes_nothing(
     name: str, expected: list[list[int]]
 ) -> None:
     mine, errors = engine(), []
@@ -119,7 +119,7 @@ def test_every_call_says_who_is_in_the_engine_and_changes_nothing(
         try:
             CALLS[name](mine, first)
         except MLAError as error:
-            errors.append(str(error))
+            errors.append(error)
 
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
         """In the middle of a step."""
@@ -131,13 +131,13 @@ def test_every_call_says_who_is_in_the_engine_and_changes_nothing(
 
     first = mine.add(PROMPTS[0], max_new_tokens=LENGTH)
     completions = [[], *mine.stream(PROMPTS[1:2], max_new_tokens=LENGTH, choose=choose)][-1]
-    assert errors == [
-        "engine: expected one thread at a time, got the second while MainThread is in it; "
-        "run it in one thread, and hand requests over to that one"
-    ]
+    (error,) = errors
+    assert (
+        error.name == "engine" and "the second while MainThread" in error.got and "one thread" in error.hint
+    )
     finish(mine)
     assert completions[0].token_ids == expected[1]
-    left = name == "async"  # whoever reads it has gone, so it is aborted when the step ends
+    left = name == "async"  # its iteration has ended, so it is aborted when the step ends
     assert (first.completion.finish_reason, mine.stats.num_waiting) == ("abort" if left else "length", 0)
     assert first.completion.token_ids == expected[0][: len(first.completion.token_ids)]
 
@@ -153,18 +153,18 @@ def test_threads_may_take_turns(expected: list[list[int]]) -> None:
         assert texts[i][0].token_ids == expected[i]
 
 
-def test_what_waits_for_a_turn_is_done_when_it_ends_in_whatever_order_threads_run() -> None:
+def test_deferred_calls_run_once_the_lock_is_released_in_whatever_order_threads_run() -> None:
     for seed in range(20):
-        turn, done, dice = Turn(), [], random.Random(seed)
+        lock, done, dice = SingleOwner(), [], random.Random(seed)
         orders = [[dice.random() < 0.5 for _ in range(200)] for _ in range(3)]
 
-        def act(order: list[bool], turn: Turn = turn, done: list[int] = done) -> None:
+        def act(order: list[bool], lock: SingleOwner = lock, done: list[int] = done) -> None:
             for enters in order:
                 if not enters:
-                    turn.when_free(lambda: done.append(1))
+                    lock.when_released(lambda: done.append(1))
                     continue
                 try:
-                    with turn, turn:
+                    with lock, lock:
                         pass
                 except MLAError:
                     pass

@@ -33,7 +33,7 @@ WRONG = [
     ),
     *([None], ["x"], [[None]], [[1.5]], [[True]], [[1]], torch.tensor(1), torch.zeros(2), SamplingParams()),
 ]
-"""Some of which are right for some arguments."""
+"""Some of them are right for some arguments."""
 
 
 SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {

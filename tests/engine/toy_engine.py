@@ -36,7 +36,7 @@ class Arrival:
     num_own: tokens that follow them, drawn from `seed`.
     max_new_tokens: at which it ends.
     abort_step: when it is aborted, or None.
-    num_until_stop: the host finds a stop string as soon as it knows so many of its new tokens, or None.
+    num_until_stop: the host finds a stop string as soon as it knows this many of its new tokens, or None.
     client: whom it is of.
     """
 
@@ -68,7 +68,7 @@ class Trace:
     acceptance: with which probability a draft is right.
     vocab_size: of the model; one token of it ends a row.
     few_drafts: requests have different numbers of drafts, up to k; in the real engine only.
-    batch_invariant: whether latents of decode and of prefill are told apart.
+    batch_invariant: whether latents of decode and of prefill are distinguished.
     poison: what an id makes NaN or infinite where it is read, and the id; in the real engine only. See `engine_traces`.
     """
 
@@ -457,7 +457,7 @@ class ToyEngine:
     def _check_admitted(
         self, admitted: list[Request], waiting: list[Request], running: list[Request]
     ) -> None:
-        """Each row goes to the highest priority, then to a client with the fewest rows, then to who came first."""
+        """Each row goes to the highest priority, then to a client with the fewest rows, then by arrival."""
         running, waiting = list(running), list(waiting)
         for request in admitted:
             rows = Counter(r.client for r in running)
@@ -490,7 +490,7 @@ class ToyEngine:
         assert not any(self.pool.references(page) for page in range(self.pool.num_pages))
 
     def alone(self, arrival: Arrival) -> list[int]:
-        """What the toy model says when it is asked one token after the other."""
+        """The toy model's tokens, generated one at a time."""
         text, emitted = self.texts.of(arrival.prompt())[-1], []
         while len(emitted) < arrival.max_new_tokens and EOS not in emitted:
             emitted.append(self.texts.tokens_after[text])
@@ -505,7 +505,7 @@ def run(trace: Trace) -> Outcome:
 def check_traces(
     run: Callable[[Trace], object], count: int, drawn: st.SearchStrategy[Trace] | None = None
 ) -> Counter[str]:
-    """Run so many random traces; in how many of them each number of an outcome was positive."""
+    """Run random traces; returns in how many of them each number of an outcome was positive."""
     met: Counter[str] = Counter()
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))

@@ -39,7 +39,7 @@ class Watch:
         return replace(kind, build=lambda settings: _Watched(self, kind.build, settings))
 
     def rows(self, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
-        """Which row of the state each of these requests has that runs: pages that nobody else writes to tell."""
+        """The state's row of each running request, identified by its pages, which no other row writes to."""
         assert self.state is not None
         tables = self.state.block_table.tolist()
         for request in requests:

@@ -9,7 +9,7 @@ from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel
 
 from mla_compile.integrations.transformers import accelerate, restore
-from mla_compile.models.layout import SIDE_BY_SIDE
+from mla_compile.models.layout import ADJACENT
 from mla_compile.ops.adjacent import lies_before
 from tests.integrations.families import prompts, stock_model
 from tests.integrations.mtp import with_mtp
@@ -21,7 +21,7 @@ def laid(model: Any) -> list[bool]:
     return [
         lies_before(getattr(module, first).weight, getattr(module, second).weight)
         for module in model.modules()
-        for first, second in SIDE_BY_SIDE
+        for first, second in ADJACENT
         if hasattr(module, first) and hasattr(module, second)
     ]
 

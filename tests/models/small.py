@@ -1,4 +1,4 @@
-"""Small random models of every family, ours and transformers' side by side."""
+"""Small random models of every family, ours and transformers'."""
 
 import json
 from collections.abc import Callable

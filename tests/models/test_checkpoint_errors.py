@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said in one named error."""
+"""All mistakes of a checkpoint are in one named error."""
 
 import json
 import re

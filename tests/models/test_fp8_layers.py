@@ -208,7 +208,7 @@ def test_exact_tokens_and_logprobs_do_not_depend_on_the_batch(checkpoint: Path) 
         ({"dequantize": "no"}, "^dequantize: expected True or False, got 'no'"),
         ({"mtp": 0}, "^mtp: expected True, False or None, got 0"),
         ({"mtp": "no"}, "^mtp: expected True, False or None, got 'no'"),
-        ({"dtype": "bfloat16"}, "^dtype: expected a float dtype: .*, got 'bfloat16'; give torch.bfloat16"),
+        ({"dtype": "bfloat16"}, "^dtype: expected a float dtype: .*, got .bfloat16.; .*torch.bfloat16"),
         ({"path": 3}, "^path: expected a checkpoint's directory, got 3"),
         ({"path": None}, "^path: expected a checkpoint's directory, got None"),
         ({"quantize": "fp8", "dequantize": True}, "^quantize, dequantize: expected one of the two, got both"),
@@ -223,7 +223,7 @@ def test_wrong_options_are_named(plain: Path, options: dict, message: str) -> No
 def test_other_blocks_are_dequantised_and_not_quantised_again(checkpoint: Path, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint, tmp_path / "copy")
     set_quantization(path, quant_method="fp8", weight_block_size=[128, 64])
-    with pytest.raises(MLAError, match=r"^quantize: expected weights that are plain.*got \(128, 64\)"):
+    with pytest.raises(MLAError, match=r"^quantize: .*FP8 in blocks of 128 x 128.*got \(128, 64\)"):
         load_model(path, quantize="fp8")
     with pytest.raises(MLAError, match="misshapen"):  # the scales are those of other blocks
         load_model(path)

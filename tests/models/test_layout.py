@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.models import load_model
-from mla_compile.models.layout import SIDE_BY_SIDE, pack_adjacent, unpack_adjacent
+from mla_compile.models.layout import ADJACENT, pack_adjacent, unpack_adjacent
 from mla_compile.ops.adjacent import lies_before
 from tests.models_for_tests import tiny_model
 
@@ -18,7 +18,7 @@ def pairs_of(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [
         (getattr(module, first).weight, getattr(module, second).weight)
         for module in model.modules()
-        for first, second in SIDE_BY_SIDE
+        for first, second in ADJACENT
         if hasattr(module, first) and hasattr(module, second)
     ]
 
@@ -44,7 +44,7 @@ def test_a_model_stays_as_it_is_but_for_where_weights_lie() -> None:
     model.lm_head.weight.requires_grad_(False)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     before = [(name, id(p), p.requires_grad, p.stride()) for name, p in model.named_parameters()]
-    moving = {name for names in SIDE_BY_SIDE for name in names}
+    moving = {name for names in ADJACENT for name in names}
     others = {k: v for k, v in addresses(model).items() if moving.isdisjoint(k.split("."))}
     pack_adjacent(model)
     # Attention of two layers and the MTP layer; a dense MLP, and the shared experts of the other two layers.

@@ -20,7 +20,7 @@ def problem(
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=g, dtype=torch.float64)
     weights = torch.rand(tokens, TOPK, generator=g, dtype=torch.float64)
-    # Expert 5 is nobody's: an empty group.
+    # No token chooses expert 5: an empty group.
     ids = torch.rand(tokens, EXPERTS, generator=g).index_fill_(1, torch.tensor([5]), -1.0).topk(TOPK).indices
     gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, hidden, generator=g, dtype=torch.float64) * hidden**-0.5
     down = torch.randn(EXPERTS, hidden, INTERMEDIATE, generator=g, dtype=torch.float64) * INTERMEDIATE**-0.5
@@ -101,7 +101,7 @@ def test_opcheck(dtype):
     ("q_lens", "seq_lens"), [([4, 1, 0], [9, 6, 0]), (None, [9, 6, 0])], ids=["q_lens", "inactive rows"]
 )
 def test_padding_of_decode_rows_gets_no_expert(q_lens, seq_lens):
-    """12 decode tokens, of which some are padding, and 3 of a prompt."""
+    """12 decode tokens, some of them padding, and 3 of a prompt."""
     case = MoeCase(*problem(15))
     lens = q_lens or [4 * (n > 0) for n in seq_lens]
     row_lens, _, runs = padding(case, 4, lens)

@@ -1,4 +1,4 @@
-"""Code in a checkpoint does not run, wherever transformers can find some; nobody is asked, nothing is fetched."""
+"""Code in a checkpoint does not run, wherever transformers can find it: without a prompt to the user or a download."""
 
 import json
 import pickle
@@ -118,10 +118,10 @@ def in_a_chat_template(path: Path) -> None:
 
 # With what it is refused; None where it loads and the code is passed over.
 PLACES = {
-    in_the_tokenizer: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
-    in_the_tokenizer_the_old_way: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
-    in_the_tokenizer_of_another_repository: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
-    in_a_tokenizer_without_tokenizer_json: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
+    in_the_tokenizer: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
+    in_the_tokenizer_the_old_way: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
+    in_the_tokenizer_of_another_repository: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
+    in_a_tokenizer_without_tokenizer_json: "tokenizer_config.json: auto_map: expected a tokenizer that is not code",
     in_the_config: None,
     in_the_config_of_an_unknown_model: "config.json: model_type: expected one of deepseek_v2",
     in_the_generation_config: None,
@@ -149,15 +149,15 @@ import transformers
 from mla_compile import MLAError, load_tokenizer
 from mla_compile.engine import Checkpoint
 sys.addaudithook(note)
-said = {}
+errors = {}
 for path in sorted(root.iterdir()):
-    said[path.name] = None
+    errors[path.name] = None
     for load in (load_tokenizer, partial(Checkpoint.load, text=False)):
         try:
             load(path)
         except MLAError as error:
-            said[path.name] = str(error)
-report = {"said": said, "ran": marker.exists() and marker.read_text(), "stdin": sys.stdin.read()}
+            errors[path.name] = str(error)
+report = {"errors": errors, "ran": marker.exists() and marker.read_text(), "stdin": sys.stdin.read()}
 transformers.AutoTokenizer.from_pretrained(root / "in_the_tokenizer", trust_remote_code=True)
 pickle.loads((root / "in_pickles" / "model.pt").read_bytes())
 report["traps"] = marker.read_text().split()
@@ -194,7 +194,7 @@ def test_nobody_is_asked(report):
 
 @pytest.mark.parametrize("plant", PLACES, ids=lambda plant: plant.__name__)
 def test_code_that_is_needed_is_refused_by_name_and_other_code_passed_over(report, plant):
-    said = report["said"][plant.__name__]
-    assert (said is None) == (PLACES[plant] is None)
-    if said is not None:
-        assert PLACES[plant] in said
+    error = report["errors"][plant.__name__]
+    assert (error is None) == (PLACES[plant] is None)
+    if error is not None:
+        assert PLACES[plant] in error

@@ -92,7 +92,7 @@ def assert_as_transformers_has_it(directory: Path, draw: random.Random) -> None:
     try:
         theirs = AutoTokenizer.from_pretrained(directory)
     except TypeError:  # an object of special_tokens_map.json that it does not take
-        with pytest.raises(MLAError, match="tokens that files beside it name"):
+        with pytest.raises(MLAError, match="tokens of the files beside it"):
             load_tokenizer(directory)
         return
     ours = load_tokenizer(directory)

@@ -163,7 +163,7 @@ def test_blocks_of_fp8_that_a_number_of_processes_would_cut_are_named(
         with pytest.raises(MLAError) as caught:
             load_part(path, 0, 2, expert_parallel=False)
     assert str(caught.value).startswith("parallel.size: expected one of 1, got 2; it does not divide ")
-    assert "intermediate_size in FP8, as 64 is no multiple of 128" in str(caught.value)
+    assert "intermediate_size in FP8, as 64 is not a multiple of 128" in str(caught.value)
     load_part(path, 0, 2, expert_parallel=False, dequantize=True)
 
 

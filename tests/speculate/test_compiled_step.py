@@ -64,7 +64,7 @@ def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
 
 @pytest.mark.long
 def test_compiled_layers_read_the_same_metadata() -> None:
-    """As plain torch, Inductor computed it anew for every layer."""
+    """In plain torch, Inductor computed it again for every layer."""
 
     class Rows(Stack):
         def forward(self, x: Tensor, cached: Tensor, table: Tensor, wanted: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class Request:
 
 
 @dataclass
-class Said:
-    """What the steps said of a request, one entry for each that it decoded in."""
+class Emitted:
+    """What the steps reported of a request, one entry for each step that it decoded in."""
 
     tokens: list[list[int]] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
@@ -79,12 +79,12 @@ class Runner:
         self.mixed: Callable[[DecodeState, PackedChunks], None] = self.decoder.mixed
         self.state = DecodeState.allocate(rows, k, max_pages=MAX_PAGES, penalised_vocab=VOCAB, num_logprobs=2)
         self.requests: dict[int, Request] = {}
-        self.said: dict[int, Said] = {}
+        self.row_output: dict[int, Emitted] = {}
 
     def admit(self, row: int, request: Request) -> None:
         """Everything of a row but what its prompt's last chunk sets, which is nonsense."""
         state = self.state
-        self.requests[row], self.said[row] = request, Said()
+        self.requests[row], self.row_output[row] = request, Emitted()
         for name, value in vars(request.sampling).items():
             if name != "logprobs" and hasattr(state, name):  # the others say when a request ends
                 getattr(state, name)[row] = value
@@ -120,7 +120,7 @@ class Runner:
         self.note(decoded)
 
     def note(self, decoded: Sequence[bool]) -> None:
-        """Write down what the report says of the rows that decoded; there is nothing to say of the others."""
+        """Record the report of the rows that decoded; the others have none."""
         state = self.state
         assert state.logprobs is not None
         for row, (count, active, _, _, *tokens) in enumerate(state.report.tolist()):
@@ -129,25 +129,25 @@ class Runner:
             if not decoded[row]:
                 assert not active
                 continue
-            said = self.said[row]
-            said.tokens.append(tokens[:count])
-            said.logprobs.append(state.logprobs[row, :count].clone())
+            row_output = self.row_output[row]
+            row_output.tokens.append(tokens[:count])
+            row_output.logprobs.append(state.logprobs[row, :count].clone())
             if active:
-                said.drafts.append(state.drafts[row].tolist())
-                said.latents.append(self.latents(row))
+                row_output.drafts.append(state.drafts[row].tolist())
+                row_output.latents.append(self.latents(row))
 
     def latents(self, row: int) -> list[Tensor]:
         """Of each layer, what later steps read of a row."""
         slots = self.state.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)
         slots = slots.view(-1)[: self.state.num_cached[row]]
         caches = caches_of(self.model)
-        # Without drafts nobody runs the MTP layer, whose cache is the last.
+        # Without drafts the MTP layer, whose cache is the last, does not run.
         return [cache.flatten(0, 1)[slots] for cache in (caches if self.k else caches[:-1])]
 
     def check(self, tolerance: float = 1e-9) -> None:
-        """Every request has said and cached, after each of its steps, what it says and caches alone."""
+        """Every request has emitted and cached, after each of its steps, what it emits and caches alone."""
         for row, request in self.requests.items():
-            got, expected = self.said[row], alone(self.k, request)
+            got, expected = self.row_output[row], alone(self.k, request)
             assert got.tokens == expected.tokens[: len(got.tokens)], f"row {row}"
             assert got.drafts == expected.drafts[: len(got.drafts)], f"row {row}"
             for mine, theirs in zip(got.logprobs, expected.logprobs, strict=False):
@@ -157,7 +157,7 @@ class Runner:
 
 
 @cache
-def alone(k: int, request: Request) -> Said:
+def alone(k: int, request: Request) -> Emitted:
     """The request by itself: its prompt in one piece, then plain steps until it has ended."""
     runner = Runner(one_layer_model(), k, 1)
     runner.admit(0, request)
@@ -166,7 +166,7 @@ def alone(k: int, request: Request) -> Said:
     runner.note([True])
     while state.active[0]:
         runner.run()
-    return runner.said[0]
+    return runner.row_output[0]
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +209,10 @@ def test_prompts_in_chunks_beside_decode_rows_say_what_each_says_alone(
     runner = Runner(model, k, 5)
     serve(runner, [Request(prompt) for prompt in PROMPTS], size, 14)
     runner.check()
-    for prompt, said in zip(PROMPTS, runner.said.values(), strict=True):
-        text = [*prompt, *said.text()]
-        assert k == 0 or said.drafts[-1] == oracle.drafts(text, k)
-        assert said.text() == oracle.continuation(list(prompt), len(said.text()))
+    for prompt, row_output in zip(PROMPTS, runner.row_output.values(), strict=True):
+        text = [*prompt, *row_output.text()]
+        assert k == 0 or row_output.drafts[-1] == oracle.drafts(text, k)
+        assert row_output.text() == oracle.continuation(list(prompt), len(row_output.text()))
 
 
 @pytest.mark.long
@@ -224,7 +224,7 @@ def test_sampled_and_penalised_rows_with_log_probabilities_say_what_each_says_al
         runner = Runner(model, k, 4)
         serve(runner, [Request(*pair) for pair in zip(PROMPTS, SAMPLED, strict=True)], size, 14)
         runner.check()
-        assert all(len(said.tokens) > 3 for said in runner.said.values())
+        assert all(len(row_output.tokens) > 3 for row_output in runner.row_output.values())
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -271,13 +271,13 @@ def test_a_first_token_that_is_a_stop_id_or_the_last_ends_its_row_at_once(
     assert runner.state.active.tolist() == [True, False, False, True]
     for _ in range(3):
         runner.run()
-    assert [said.text() for said in runner.said.values()][1:3] == [[first]] * 2
-    assert len(runner.said[3].text()) == 2
+    assert [row_output.text() for row_output in runner.row_output.values()][1:3] == [[first]] * 2
+    assert len(runner.row_output[3].text()) == 2
     runner.check()
 
 
 def test_what_a_row_held_before_it_began_is_never_accepted(model: MLAForCausalLM) -> None:
-    """Its drafts agree with what the target says at positions that do not count."""
+    """Its drafts agree with the target's tokens at positions that are not valid."""
     k = 3
     runner = Runner(model, k, 2)
     runner.admit(1, Request(PROMPTS[1]))
@@ -292,7 +292,7 @@ def test_what_a_row_held_before_it_began_is_never_accepted(model: MLAForCausalLM
     assert runner.state.report[1, FIRST_TOKEN:].tolist()[:k] == targets[1, :k].tolist(), (
         "else this tests nothing"
     )
-    assert len(runner.said[1].text()) == 1
+    assert len(runner.row_output[1].text()) == 1
     runner.run()
     runner.check()
 
@@ -319,7 +319,7 @@ def test_nothing_is_written_but_positions_of_the_rows_that_run(model: MLAForCaus
     for layer in caches_of(model):
         assert layer is not None
         written = layer.flatten(0, 1).isfinite().all(-1)
-        assert not written[:PAGE].any(), "page 0 is nobody's"
+        assert not written[:PAGE].any(), "page 0 belongs to no row"
         for row, end in enumerate(last):
             slots = runner.state.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)
             assert not written[slots.view(-1)[end:]].any() or end == 0
@@ -340,7 +340,7 @@ def test_a_preempted_row_prefills_what_it_has_said_and_goes_on_as_if_nothing_had
         runner.run([(0, 0, 7), (1, 0, 3)])
         for _ in range(3):
             runner.run()
-        text = runner.said[0].text()
+        text = runner.row_output[0].text()
         runner.suspend(0)
         poison_pages(runner, 0)
         everything = (*PROMPTS[1], *text)
@@ -373,7 +373,7 @@ def test_padding_changes_nothing(model: MLAForCausalLM) -> None:
     runner.run()
     runner.check()
     for layer in caches_of(model):
-        assert layer is not None and layer[0].isnan().all(), "page 0 is nobody's"
+        assert layer is not None and layer[0].isnan().all(), "page 0 belongs to no row"
 
 
 def test_tokens_may_be_chosen_between_the_halves_of_a_mixed_step(model: MLAForCausalLM) -> None:
@@ -391,9 +391,9 @@ def test_tokens_may_be_chosen_between_the_halves_of_a_mixed_step(model: MLAForCa
     runner.decoder.advance(runner.state, targets, output, chunks.begins)
     assert runner.state.last_token[1] == 17
     runner.note([True, True, False])
-    said = runner.said.pop(1)
-    assert (said.tokens, runner.requests.pop(1).prompt) == ([[17]], PROMPTS[1])
-    assert said.drafts[0] == FromScratch(one_layer_model()).drafts([*PROMPTS[1], 17], 3)
+    row_output = runner.row_output.pop(1)
+    assert (row_output.tokens, runner.requests.pop(1).prompt) == ([[17]], PROMPTS[1])
+    assert row_output.drafts[0] == FromScratch(one_layer_model()).drafts([*PROMPTS[1], 17], 3)
     runner.check()
 
 
@@ -599,7 +599,7 @@ def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalL
     # Verification's; the chunks' latents for the drafter; its own pass and those of further drafts.
     assert ops["mla_append"] == layers + (1 + k if k else 0)
     assert ops["mla_decode"] == layers + k
-    assert ops["mla_prefill"] == layers, "nobody reads the drafter's outputs for a prompt"
+    assert ops["mla_prefill"] == layers, "the drafter's outputs for a prompt are unused"
 
 
 @pytest.mark.long

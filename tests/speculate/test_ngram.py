@@ -15,7 +15,7 @@ from mla_compile.engine import Completion, Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.drafter import DRAFTERS
-from mla_compile.speculate.ngram import look_up
+from mla_compile.speculate.ngram import lookup_drafts
 from mla_compile.testing import shadow_check
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
@@ -68,7 +68,9 @@ def test_drafts_are_those_of_a_plain_search_of_the_text() -> None:
         for row, text in enumerate(texts):
             history[row, : len(text)] = torch.tensor(text)
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
-        assert look_up(history, lengths, k).tolist() == [prompt_lookup(text, k) for text in texts], texts
+        assert lookup_drafts(history, lengths, k).tolist() == [prompt_lookup(text, k) for text in texts], (
+            texts
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_drafts_are_those_of_a_plain_search_of_the_text() -> None:
 )
 def test_the_longest_and_then_the_latest_match_is_followed(text: list[int], drafts: list[int]) -> None:
     history = torch.tensor([[*text, 3, 3, 3]], dtype=torch.int32)
-    assert look_up(history, torch.tensor([len(text)]), 4).tolist() == [drafts]
+    assert lookup_drafts(history, torch.tensor([len(text)]), 4).tolist() == [drafts]
 
 
 @pytest.mark.long
@@ -91,8 +93,8 @@ def test_the_compiled_look_up_finds_the_same() -> None:
     k = 3
     history = torch.randint(5, (3, 40), dtype=torch.int32)
     lengths = torch.tensor([5, 30, 40], dtype=torch.int32)
-    compiled = torch.compile(look_up, fullgraph=True)
-    assert torch.equal(compiled(history, lengths, k), look_up(history, lengths, k))
+    compiled = torch.compile(lookup_drafts, fullgraph=True)
+    assert torch.equal(compiled(history, lengths, k), lookup_drafts(history, lengths, k))
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -159,7 +161,7 @@ def test_text_that_repeats_is_drafted_right() -> None:
 
 
 def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
-    """The host says 7, 8, 9, 7, 8, 9, ..., whatever the logits are."""
+    """The host chooses 7, 8, 9, 7, 8, 9, ... for any logits."""
     served = ngram_engine(without_mtp(), 3)
 
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: list[Completion]) -> torch.Tensor:

@@ -132,8 +132,8 @@ def test_of_equally_likely_tokens_the_lowest_ids_are_told_of(dtype: torch.dtype)
             for rows in (slice(0, 7), slice(1, 2), slice(2, 5)):
                 values, ids = top_logprobs(logits[rows], chosen[rows], n)
                 assert torch.equal(ids[..., 1:], expected[rows, :, :n])
-                told = logits[rows].float().log_softmax(dim=-1).gather(2, ids[..., 1:])
-                torch.testing.assert_close(values[..., 1:], told)
+                expected_values = logits[rows].float().log_softmax(dim=-1).gather(2, ids[..., 1:])
+                torch.testing.assert_close(values[..., 1:], expected_values)
 
 
 def test_top_p_keeps_the_same_ids_in_whatever_order_a_scan_adds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`shadow_check`: healthy steps pass and go on as if unchecked, each planted fault is told by its place."""
+"""`shadow_check`: healthy steps pass unchanged, and the error of each planted fault names its place."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 PAGES = 6
 NAMES = ["layers.0.self_attn", "layers.1.self_attn", "mtp.layer.self_attn"]
 """Of 4 tokens, of each row: row 0 has pages 1 to 6, row 1 has 7 to 12, row 2 has 13 to 18; the bucket's row 3 has none,
-and pages 19 to 24 are nobody's."""
+and pages 19 to 24 belong to no row."""
 
 
 def small_engine(k: int = 3, dtype: torch.dtype = torch.float64, **settings: object) -> Engine:
@@ -30,7 +30,7 @@ def small_engine(k: int = 3, dtype: torch.dtype = torch.float64, **settings: obj
 
 
 class Started:
-    """An engine's step, of which a test makes a faulty one."""
+    """An engine's step, which a test makes faulty."""
 
     def __init__(self, k: int = 3, dtype: torch.dtype = torch.float64, max_new_tokens: int = 15) -> None:
         self.engine = small_engine(k, dtype)
@@ -39,7 +39,7 @@ class Started:
         self.caches = caches_of(self.engine.model)
 
     def message(self, fault: Callable[["Started"], None], steps: int = 2) -> str:
-        """What the check says of a step that does `fault` in the last of some steps."""
+        """The check's error for a run in which the last step does `fault`."""
         calls = 0
 
         def step(state: DecodeState) -> None:
@@ -195,7 +195,7 @@ def test_a_latent_is_compared_within_the_tolerance_of_its_dtype(layer: int, dtyp
         # Positions from max_len - 1 on, 17 of row 0, are not run.
         (into(0, 5, 1, half), r"layers.0.self_attn: page 5, slot 1 of it, column 5: 0.5, eager"),
     ],
-    ids=["page 0", "nobody's page", "text that is cached", "past the end"],
+    ids=["page 0", "a page of no row", "text that is cached", "past the end"],
 )  # fmt: skip
 def test_a_write_where_no_row_may_write_is_told(fault: Callable[[Started], None], message: str) -> None:
     line = Started().message(fault)

@@ -46,7 +46,7 @@ class Started:
         self.texts = [[*p, t] for p, t in zip(PROMPTS, self.state.last_token.tolist(), strict=True)]
 
     def propose(self, continuations: list[list[int]], accept: list[int]) -> None:
-        """Drafts of which the target will accept exactly `accept[row]`."""
+        """Drafts with exactly `accept[row]` tokens that the target will accept."""
         for row, count in enumerate(accept):
             done = len(self.texts[row]) - len(PROMPTS[row])
             true = continuations[row][done : done + self.engine.config.num_speculative_tokens]
@@ -221,7 +221,7 @@ def test_nothing_is_written_outside_a_rows_own_positions(
             slots = (table[:, None] * PAGE + torch.arange(PAGE)).view(-1)
             # Neither the last token (position max_len - 1) nor anything after it has a latent.
             assert not written[slots[len(prompt) + 6 - 1 :]].any()
-        assert not written[:PAGE].any(), "page 0 is nobody's"
+        assert not written[:PAGE].any(), "page 0 belongs to no row"
 
 
 def test_an_inactive_row_reads_and_writes_nothing_whatever_its_state_holds(model: MLAForCausalLM) -> None:
