@@ -153,11 +153,11 @@ def env(
     verbose: Annotated[
         bool,
         Option(
-            "--verbose", help="List all implementations of each op, their limits, and why they do not work."
+            "--verbose", help="List all candidates of each op, their constraints, and why they do not work."
         ),
     ] = False,
 ) -> None:
-    """Print versions, devices, and the implementations of each op that work here.
+    """Print versions, devices, and the candidates of each op.
 
     Include it in bug reports.
     """
@@ -253,7 +253,7 @@ def plan(
     ] = None,
     **settings: Any,
 ) -> None:
-    """Print the memory that a model needs on each GPU, and whether it fits.
+    """Print the memory that a model needs on each GPU.
 
     Reads only config.json. Prints the bytes of weights, cache, steps and graphs, the requests that fit, and, if it does
     not fit, changes that would. The flags are those of serve.

@@ -71,7 +71,7 @@ def test_a_decode_backend_that_does_not_promise_it_is_refused(monkeypatch: pytes
     monkeypatch.setattr(backends, "DECODE_BACKENDS", rows)
     backends.select_backend.cache_clear()
     invariant(decode_backend="ours")
-    with pytest.raises(MLAError, match=r"^decode_backend: .*\(ours\), got mine, which .* beside it"):
+    with pytest.raises(MLAError, match=r"^decode_backend: .*\(ours\), got mine, which .*batch"):
         invariant(decode_backend="mine")
     monkeypatch.undo()
     backends.select_backend.cache_clear()
