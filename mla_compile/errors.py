@@ -4,13 +4,17 @@ import asyncio
 
 
 class MLAError(ValueError):
-    """Bad input: the message has the argument's name, the expected and the actual value, and a hint how to fix it."""
+    """Bad input: the message has the argument's name, the expected and the actual value, and a hint how to fix it.
+
+    For an event `expected` is empty, and `got` is what happened: "rank 0: exited".
+    """
 
     def __init__(self, name: str, expected: str, got: object, hint: str = "") -> None:
         self.name, self.expected, self.got, self.hint = name, expected, got, hint
         if isinstance(got, OSError) and got.strerror:
             got = got.strerror  # `name` is the file; the error may name a temporary one
-        super().__init__(f"{name}: expected {expected}, got {got}" + (f"; {hint}" if hint else ""))
+        what = f"expected {expected}, got {got}" if expected else got
+        super().__init__(f"{name}: {what}" + (f"; {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type["MLAError"], tuple[str, str, object, str]]:
         return type(self), (self.name, self.expected, self.got, self.hint)

@@ -80,7 +80,7 @@ class Ranks:
                 self._messages.broadcast(part, 0).wait()
         except RuntimeError as error:
             self._wait_for_watcher()
-            raise MLAError("ranks", "all of them running", "one that has exited") from error
+            raise MLAError("ranks", "", "one of them exited") from error
 
     def receive(self) -> Any:
         """Rank 0's next broadcast; None if rank 0 has shut down cleanly."""
@@ -107,7 +107,7 @@ class Ranks:
             return content
         received = self.receive()
         if received is None:
-            raise MLAError("rank 0", "a running process", "one that has exited")
+            raise MLAError("rank 0", "", "exited")
         return received
 
     def all_gather(self, text: str) -> list[str]:
@@ -123,7 +123,7 @@ class Ranks:
             self._messages.allgather([received], [mine]).wait()
         except RuntimeError as error:
             self._wait_for_watcher()
-            raise MLAError("ranks", "all of them running", "one that has exited") from error
+            raise MLAError("ranks", "", "one of them exited") from error
         return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in received]
 
     # --- heartbeats

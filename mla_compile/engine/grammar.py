@@ -189,7 +189,7 @@ class GrammarRow:
             return report
         self.has_failed = True
         n, message = end
-        error = MLAError(self._name, "a grammar that goes on here", message)
+        error = MLAError(self._name, "a grammar that can continue here", message)
         logprobs = None if report.logprobs is None else report.logprobs[:n]
         return RowReport(report.tokens[:n], False, report.num_verified, logprobs, str(error))
 

@@ -279,7 +279,7 @@ def test_a_grammar_that_reaches_a_dead_end_is_an_error_of_the_completion(complet
     file = copy / "tokenizer.json"
     file.write_text(file.read_text().replace('"z":', '"zz":'))  # so that no token spells a single z
     flags = ("--model", copy, "--regex", "(a|b)z")
-    expected = "grammars[{}]: expected a grammar that goes on here, got one that allows no token"
+    expected = "grammars[{}]: expected a grammar that can continue here, got one that allows no token"
     for i, line in enumerate(complete(MIXED, *flags)):
         assert (line["finish_reason"], len(line["token_ids"]), line["text"] in "ab") == ("error", 1, True)
         assert line["error"].startswith(expected.format(i))

@@ -156,7 +156,7 @@ class EngineRun:
             batch_invariant=trace.batch_invariant,
         )
         with_lag(self.engine, trace.lag)
-        scheduler = self.engine._scheduler
+        scheduler = self.engine._scheduler  # its updates are watched, which no public call shows
         update = scheduler.update
 
         def watched(plan: Plan, reports: Sequence[RowReport]) -> None:
@@ -206,6 +206,7 @@ class EngineRun:
 
     def _step(self) -> None:
         engine, pool = self.engine, pool_of(self.engine)
+        # Free pages and caches are private: only there does a read of a free page show.
         caches = [spec.cache for spec in engine._caches.specs]
         blank = torch.tensor(pool._blank, dtype=torch.int64)
         for latents in caches:

@@ -39,11 +39,12 @@ def with_lag(of: Engine, lag: int) -> Engine:
 
 
 def pool_of(of: Engine) -> PagePool:
+    """The private pool: leaked or shared pages show nowhere else."""
     return of._scheduler.pool
 
 
 def with_new_caches(of: Engine, num_pages: int) -> Engine:
-    """The engine on new caches of `num_pages` pages, filled with NaN."""
+    """The engine on new caches of `num_pages` pages, filled with NaN; an engine allocates its private caches once."""
     of._caches.allocate(replace(of.config, num_pages=num_pages))
     poison_caches(of.model)
     return of

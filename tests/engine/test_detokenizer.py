@@ -62,7 +62,7 @@ def test_pieces_join_to_the_text(kind: str) -> None:
 def test_invalid_bytes_are_replaced_and_valid_characters_stay(kind: str) -> None:
     tokenizer = KINDS[kind]()
     vocabulary, num_invalid = Vocabulary(tokenizer), 0
-    ordinary = [
+    ordinary = [  # only the vocabulary knows which tokens were added
         token
         for token in range(len(tokenizer))
         if vocabulary.bytes_of(token) and token not in vocabulary._added
@@ -127,7 +127,7 @@ def test_tokens_that_add_nothing_take_no_longer_as_they_become_more() -> None:
     tokenizer = KINDS["metaspace"]()
     calls, user = 0, tokenizer.convert_tokens_to_ids("<|user|>")
     reader = TextReader(tokenizer)
-    decode = reader._known._decode
+    decode = reader._known._decode  # the work of a call shows in what it decodes
 
     def counted(token_ids: list[int]) -> str:
         nonlocal calls

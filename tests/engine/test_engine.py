@@ -244,6 +244,7 @@ def with_cache(lookahead: int) -> DrafterKind:
 def test_a_drafter_owns_weights_and_caches_and_reads_the_layers_that_it_asks_for() -> None:
     model = tiny_model()
     mine = engine(2, model, drafter=with_cache(3))
+    # A drafter that is built twice would show in memory alone.
     drafter = mine._launcher.steps._decoders[False].drafter
     assert drafter is mine._launcher.steps._decoders[True].drafter, "one for all steps"
     assert tuple(drafter.kv_cache.shape) == (mine.config.num_pages, 4, 6)

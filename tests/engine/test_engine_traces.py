@@ -1,6 +1,7 @@
 """Random traces through the real engine (`engine_traces.py`).
 
 A failure prints its smallest trace, to be pasted into `run(...)`. `MLA_ENGINE_TRACES=10000` sets how many there are.
+The tests that break a rule on purpose patch private methods: a rule has no public switch.
 """
 
 import os

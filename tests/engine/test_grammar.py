@@ -204,7 +204,7 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
         emitted: list[int] = []
         for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
             text = prompt + emitted
-            logits = scratch.model.logits(scratch._trunk(text)[-1])
+            logits = scratch.model.logits(scratch.trunk(text)[-1])
             allowed = None if one is None else allowed_after(one, emitted)
             assert token == defined_token(logits, len(text), prompt, emitted, params, allowed)
             raw = logits.double().log_softmax(-1)
@@ -458,7 +458,7 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
     a, b, c, d = (TOKENS.index(token) for token in "abcd")
     completion = Completion()
     masks = Masks([Grammar.from_regex(DEAD, SMALL)], [completion])
-    expected = r"^grammars\[0\]: expected a grammar that goes on here, got one that allows no token"
+    expected = r"^grammars\[0\]: expected a grammar that can continue here, got one that allows no token"
 
     allowed = masks.allowed(torch.tensor([[b, c]]))
     assert allowed[0, 0].nonzero().flatten().tolist() == [a, b]
@@ -502,7 +502,8 @@ def test_a_dead_end_ends_its_own_row_alone(
         assert out[row].finish_reason == others[row].finish_reason
     assert (out[1].finish_reason, ids(out)[1]) == ("error", ids(expected)[1])
     assert re.match(
-        r"grammars\[1\]: expected a grammar that goes on here, got one that allows no token", out[1].error
+        r"grammars\[1\]: expected a grammar that can continue here, got one that allows no token",
+        out[1].error,
     )
     assert "".join(TOKENS[token] for token in out[1].token_ids) in ("cdab", "cdbcd", "d")
     if sampling is not None:

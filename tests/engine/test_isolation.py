@@ -93,7 +93,7 @@ def patch(patched: pytest.MonkeyPatch, fault: Fault) -> None:
     matcher, fill, by_id = (
         Grammar.matcher,
         llguidance_numpy.fill_next_token_bitmask_par,
-        reports._by_id,
+        reports._by_id,  # no public call fails for one request's log-probabilities alone
     )
 
     def made(self: Grammar, *args: Any) -> Any:

@@ -2,7 +2,8 @@
 
 The model's next token is a function of the whole text before it. The caches hold, per slot of a page, the text that
 was there when the slot was written: what a real cache holds as numbers, exactly. So each read can be checked, and each
-write. The device is simulated at the moment of the launch; the host hears of it `lag` steps later.
+write. The device is simulated at the moment of the launch; the host hears of it `lag` steps later. The order of running
+requests and those that a plan removes are private to the scheduler: the checks of its invariants read them.
 """
 
 import random

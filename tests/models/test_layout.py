@@ -219,7 +219,7 @@ def test_layers_that_are_registered_twice_are_laid_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_of_a_checkpoint_are_loaded_side_by_side(checkpoint, dtype: torch.dtype) -> None:
+def test_weights_of_a_checkpoint_are_loaded_adjacent(checkpoint, dtype: torch.dtype) -> None:
     model = load_model(checkpoint, dtype=dtype)
     assert pairs_of(model) and all(lies_before(*pair) for pair in pairs_of(model))
     assert sum(p.nbytes for p in model.parameters()) == sum(

@@ -50,18 +50,18 @@ class FromScratch:
         """Greedy tokens, each from a whole new forward."""
         text = list(prompt)
         for _ in range(count):
-            hidden = self._trunk(text)
+            hidden = self.trunk(text)
             text.append(int(self.model.logits(hidden[-1]).argmax()))
         return text[len(prompt) :]
 
-    def _trunk(self, text: list[int]) -> Tensor:
+    def trunk(self, text: list[int]) -> Tensor:
         allocate(self.model.cache_specs(), 2 + (len(text) + 8) // PAGE, PAGE)
         batch, positions = self._batch(len(text))
         return self.model(torch.tensor(text), positions, batch).hidden
 
     def drafts(self, text: list[int], count: int, choose: Choose = greedy) -> list[int]:
         """What the MTP layer proposes after `text`, whose last token the target has just sampled."""
-        hidden = self._trunk(text[:-1])
+        hidden = self.trunk(text[:-1])
         batch, positions = self._batch(len(text) - 1)
         out = self.model.forward_mtp(torch.tensor(text[1:]), hidden, positions, batch)[-1:]
         drafts = [choose(self.model.logits(out[0]), len(text))]

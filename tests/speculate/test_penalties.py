@@ -178,7 +178,7 @@ def test_tokens_are_those_of_the_definitions_from_scratch(model: MLAForCausalLM,
     for prompt, emitted, params in zip(PROMPTS, got, MIXED, strict=True):
         scratch, text = FromScratch(tiny_model()), list(prompt)
         for _ in range(20):
-            logits = scratch.model.logits(scratch._trunk(text)[-1])
+            logits = scratch.model.logits(scratch.trunk(text)[-1])
             text.append(defined_token(logits, len(text), prompt, text[len(prompt) :], params))
         assert emitted == text[len(prompt) :], params
 
@@ -340,7 +340,7 @@ def test_logprobs_are_those_of_a_forward_from_scratch_per_token(model: MLAForCau
         assert len(completion.logprobs) == len(completion.token_ids)
         scratch, text, total = FromScratch(tiny_model()), list(prompt), 0.0
         for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
-            raw = scratch.model.logits(scratch._trunk(text)[-1]).double().log_softmax(-1)
+            raw = scratch.model.logits(scratch.trunk(text)[-1]).double().log_softmax(-1)
             order = raw.argsort(descending=True).tolist()
             assert list(place) == list(dict.fromkeys([token, *order[:wanted]]))
             for i, found in place.items():

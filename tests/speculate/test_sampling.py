@@ -154,6 +154,7 @@ def test_top_p_keeps_the_same_ids_in_whatever_order_a_scan_adds(monkeypatch: pyt
     scores = torch.randn(50, 3000, generator=g) * 2
     scores -= scores.amax(dim=-1, keepdim=True)
     arguments = torch.zeros(50, dtype=torch.int32), torch.rand(50, generator=g)
+    # Private: sampled tokens would hide all but large errors of the kept sets.
     expected = sampling_module._keep_top(scores, *arguments)
     monkeypatch.setattr(torch.Tensor, "cumsum", in_blocks)
     assert torch.equal(sampling_module._keep_top(scores, *arguments), expected)

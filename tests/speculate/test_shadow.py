@@ -299,7 +299,7 @@ def test_an_engine_checks_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> No
     checked = small_engine()
     with shadow_check(checked, every=2):
         assert checked.generate(PROMPTS, max_new_tokens=12) == plain
-    accept = SpeculativeDecoder._accept
+    accept = SpeculativeDecoder._accept  # a fault inside of the compiled step
     monkeypatch.setattr(
         SpeculativeDecoder,
         "_accept",
