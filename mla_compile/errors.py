@@ -4,7 +4,7 @@ import asyncio
 
 
 class MLAError(ValueError):
-    """Bad input: the message has the argument's name, the expected and the actual value, and a hint how to fix it.
+    """Bad input: the message has the argument's name, the expected and the actual value, and a hint on the fix.
 
     For an event `expected` is empty, and `got` is what happened: "rank 0: exited".
     """

@@ -1,4 +1,4 @@
-"""Communication among the processes that share a model, apart from the collectives of steps: orders and heartbeats.
+"""Orders of rank 0 to the processes that share a model, and heartbeats, which detect a process that has exited.
 
 Messages travel between CPUs, through gloo. So they wait for no GPU, and no GPU waits for them.
 """
@@ -25,7 +25,7 @@ waiting for another rank."""
 
 _LENGTH, _FRAME = 8, 8192
 """Bytes of a message's length field, and of the first broadcast; a longer message takes a second one."""
-_MOST_GATHERED = 4096
+_MAX_GATHERED = 4096
 """Bytes of each rank's text in `all_gather`."""
 _FOREVER = timedelta(days=3650)
 """Rank 0 may send no message for long. Heartbeats detect ranks that are gone."""
@@ -116,7 +116,7 @@ class Ranks:
         Raises:
             MLAError: one of them has exited.
         """
-        padded = text.encode()[:_MOST_GATHERED].ljust(_MOST_GATHERED, b"\0")
+        padded = text.encode()[:_MAX_GATHERED].ljust(_MAX_GATHERED, b"\0")
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         received = [torch.empty_like(mine) for _ in range(self.size)]
         try:

@@ -1,4 +1,4 @@
-"""`mla-compile env`: the versions installed here and the implementations that work."""
+"""`mla-compile env`: the versions installed here and the candidates that work."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ _WIDTH = 80
 
 
 def print_environment(*, verbose: bool) -> None:
-    """Print versions, devices and the working implementations of each op; `verbose`: all, with their limits."""
+    """Print versions, devices and the working candidates of each op; `verbose`: all, with their limits."""
     facts = {
         "mla-compile": mla_compile.__version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
@@ -36,7 +36,7 @@ def print_environment(*, verbose: bool) -> None:
     # Shows what works on the first GPU, if there is one.
     here = Call(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
     ops = {op: table for op, table in tables.items() if table}
-    what = "all implementations" if verbose else "the implementations that work"
+    what = "all candidates" if verbose else "the candidates that work"
     typer.echo(
         f"\nops on {here.device_type}: {what}, fastest first" + (" (--verbose: all)" if not verbose else "")
     )

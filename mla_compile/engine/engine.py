@@ -153,7 +153,7 @@ class Engine:
             self._scheduler.abort(request)
 
     def leave(self, request: Request) -> None:
-        """Abort a request that is no longer read: now or, while a call of the engine runs, when that call ends."""
+        """Abort a request whose iterator was closed: now or, while a call of the engine runs, when that call ends."""
         self._lock.when_released(lambda: self.abort(request))
 
     def has_work(self) -> bool:

@@ -66,8 +66,8 @@ class Request:
 
     Its scheduling state, which only the scheduler changes:
 
-    rank: priority, whether it has never run, and the number of its first admission, or before that of its arrival;
-        None until it waits or runs.
+    rank: its place in the scheduler's order: priority, whether it has never run, the number of its first admission
+        (before it, of its arrival). None until it waits or runs.
     is_running: it holds pages and has a row in every step that it is in.
     is_outdated: the weights have changed since it last began to run, so its latents are of old and new weights.
     pages: the pages that it holds, in order.

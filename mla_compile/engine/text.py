@@ -24,7 +24,7 @@ from mla_compile.engine.start_ranks import start_ranks
 from mla_compile.engine_settings import EngineSettings, with_drafts
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
-from mla_compile.models.checkpoint import MOST_CONFIG, directory_of, open_checkpoint, read_config
+from mla_compile.models.checkpoint import MAX_CONFIG, directory_of, open_checkpoint, read_config
 from mla_compile.models.files import read_object
 from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible
@@ -145,7 +145,7 @@ def _stop_ids(directory: Path, of_config: int | list[int] | None, vocab_size: in
     Ids outside of the vocabulary are left out.
     """
     name = "generation_config.json"
-    generation = read_object(directory, name, most=MOST_CONFIG) or {}
+    generation = read_object(directory, name, most=MAX_CONFIG) or {}
     check_settings(generation, {"eos_token_id": SETTINGS["eos_token_id"]}, f"{directory / name}: ")
     found = generation.get("eos_token_id")
     if found is None:

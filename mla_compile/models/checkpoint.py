@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CONFIG = "config.json"
-MOST_CONFIG = 2**24
+MAX_CONFIG = 2**24
 """Maximum bytes of a file of settings."""
 _FLOAT8_SCALE = "F8_E8M0"  # safetensors' name
 _LISTED = 8  # tensors named per kind of mistake
@@ -189,7 +189,7 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
         MLAError: no directory, no config, or a bad setting, with the file and the setting named.
     """
     file = directory / CONFIG
-    raw = read_object(directory, CONFIG, most=MOST_CONFIG) if directory.is_dir() else None
+    raw = read_object(directory, CONFIG, most=MAX_CONFIG) if directory.is_dir() else None
     if raw is None:
         got = "none" if directory.is_dir() else "no such directory"
         raise MLAError(str(file), "a checkpoint's config", got, "use a directory in Hugging Face format")

@@ -20,8 +20,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 FLOAT8 = "F8_E4M3"
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
 _HINT = "download it again"
-_MOST_INDEX = 2**28  # bytes
-_MOST_HEADER = 100_000_000  # bytes, as in safetensors
+_MAX_INDEX = 2**28  # bytes
+_MAX_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _names(directory: Path) -> list[str]:
-    index = read_object(directory, INDEX, most=_MOST_INDEX)
+    index = read_object(directory, INDEX, most=_MAX_INDEX)
     if index is not None:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
@@ -115,6 +115,6 @@ def _check_header(real: Path, path: Path) -> None:
     with real.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        header = file.read(length) if length <= _MOST_HEADER else b""
+        header = file.read(length) if length <= _MAX_HEADER else b""
     if header and len(header) == length:
         parse_object(header.decode("utf-8", errors="replace"), f"{path} header")

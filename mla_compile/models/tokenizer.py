@@ -25,8 +25,8 @@ _OTHER_FORMATS = (
     "vocab.txt",
     "spiece.model",
 )
-_MOST_CONFIG = 2**24  # bytes
-_MOST_TOKENIZER = 2**28  # bytes
+_MAX_CONFIG = 2**24  # bytes
+_MAX_TOKENIZER = 2**28  # bytes
 _HINT = "pass a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or prompts as token ids"
 
 
@@ -99,11 +99,11 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     directory = Path(path)
     if not directory.is_dir():
         raise MLAError(str(directory), "a directory in Hugging Face format", "no such directory")
-    config = read_object(directory, _CONFIG, most=_MOST_CONFIG) or {}
+    config = read_object(directory, _CONFIG, most=_MAX_CONFIG) or {}
     if config.get("auto_map"):
         code = f"{config['auto_map']!r:.80}, which is never run"
         raise MLAError(f"{directory / _CONFIG}: auto_map", "a tokenizer that is not code", code, _HINT)
-    text = read_text(directory, _TOKENIZER, most=_MOST_TOKENIZER)
+    text = read_text(directory, _TOKENIZER, most=_MAX_TOKENIZER)
     if text is None:
         if other := next((name for name in _OTHER_FORMATS if plain_file(directory, name)), None):
             raise MLAError(str(directory), f"a tokenizer in {_TOKENIZER}", other, _HINT)
@@ -118,17 +118,17 @@ def _files(config: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]
         for name, value in config.items()
         if value is not None or name.endswith(("_token", "_tokens"))  # tokens are numbered by their order
     }
-    template = read_text(directory, "chat_template.jinja", most=_MOST_CONFIG)
+    template = read_text(directory, "chat_template.jinja", most=_MAX_CONFIG)
     if template is not None:
         config["chat_template"] = template
     config = _known(config, _SETTINGS, directory / _CONFIG)
     files = {_CONFIG: {name: _typed(name, value) for name, value in config.items()}}
-    special = read_object(directory, _SPECIAL, most=_MOST_CONFIG)
+    special = read_object(directory, _SPECIAL, most=_MAX_CONFIG)
     if special is not None:
         files[_SPECIAL] = special = _known(special, _SPECIAL_TOKENS, directory / _SPECIAL)
         for name in special.keys() & {"additional_special_tokens"}:  # transformers converts the others
             special[name] = _typed(name, special[name])
-    added = read_object(directory, _ADDED, most=_MOST_CONFIG)
+    added = read_object(directory, _ADDED, most=_MAX_CONFIG)
     if added is not None:
         check_settings(added, dict.fromkeys(added, _ID), f"{directory / _ADDED}: ")
         files[_ADDED] = added

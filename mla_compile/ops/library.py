@@ -286,4 +286,4 @@ def _candidates_on(op: str, device: torch.device, batch_invariant: bool) -> Tabl
 
 @functools.cache
 def _log_once(op: str, explanation: str) -> None:
-    log.debug("implementation of %s:\n%s", op, explanation)
+    log.debug("candidates of %s:\n%s", op, explanation)

@@ -26,7 +26,7 @@ from mla_compile.torch_internals import (
     symbols_of,
 )
 
-_MOST_NODES = 64
+_MAX_NODES = 64
 _Found = TypeVar("_Found")
 
 
@@ -68,7 +68,7 @@ class Cone:
 
     def check(self) -> None:
         """Raises `Refusal` if the cone cannot run on random values: writes in place, or sizes that depend on values."""
-        if len(self.nodes) > _MOST_NODES:
+        if len(self.nodes) > _MAX_NODES:
             raise Refusal(f"there are {len(self.nodes)} operations on the way")
         inputs = (self.source, *self.leaves)
         if not all(has_value(node) for node in (*inputs, *self.nodes)):

@@ -30,7 +30,7 @@ from mla_compile.ops.adjacent import lies_before
 from mla_compile.ops.dispatch import first_serves
 from mla_compile.ops.linear.fp8 import is_one_matrix
 from mla_compile.ops.linear.fp8_linear import fp8_linear_op
-from mla_compile.ops.linear.matmul import FUSED_LINEAR, MOST_FEW, fused_linear_op
+from mla_compile.ops.linear.matmul import FUSED_LINEAR, MAX_FEW, fused_linear_op
 from mla_compile.passes.effects import at_once, erase_dead
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
@@ -93,7 +93,7 @@ def _may_have_few_tokens(product: fx.Node) -> bool:
         return False  # the FP8 op selects its kernel already
     x = tensor_of(_input(product))
     tokens = x.numel() // x.shape[-1] if all(type(size) is int for size in x.shape) and x.shape[-1] else None
-    return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= MOST_FEW)
+    return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= MAX_FEW)
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from mla_compile.ops.dispatch import first_serves
 from mla_compile.ops.linear.fp8_linear import fp8_linear_op
 from mla_compile.ops.linear.matmul import fused_linear_op
-from mla_compile.ops.linear.norm_linear import MOST_TOKENS, NORM_LINEAR, norm_linear_op
+from mla_compile.ops.linear.norm_linear import MAX_TOKENS, NORM_LINEAR, norm_linear_op
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
@@ -61,7 +61,7 @@ def _pays(norm: fx.Node) -> bool:
     """Whether the op has a kernel for few tokens, and their number may be small."""
     x = tensor_of(op_arguments(norm)["x"])
     tokens = x.shape[0]
-    few = type(tokens) is not int or tokens <= MOST_TOKENS
+    few = type(tokens) is not int or tokens <= MAX_TOKENS
     return few and first_serves(NORM_LINEAR, x)
 
 

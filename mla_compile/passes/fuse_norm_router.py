@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.ops.dispatch import first_serves
-from mla_compile.ops.experts.norm_router import MOST_TOKENS, NORM_ROUTER, norm_router_op
+from mla_compile.ops.experts.norm_router import MAX_TOKENS, NORM_ROUTER, norm_router_op
 from mla_compile.ops.experts.routing import moe_router_op
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 from mla_compile.passes.effects import at_once
@@ -58,5 +58,5 @@ def _emit(*args: Any) -> Any:
 def _pays(x: fx.Node, weight: fx.Node) -> bool:
     """Whether the op has a kernel for few tokens, and their number may be small."""
     tokens, (experts, hidden) = tensor_of(x).shape[0], tensor_of(weight).shape
-    few = type(tokens) is not int or tokens <= MOST_TOKENS
+    few = type(tokens) is not int or tokens <= MAX_TOKENS
     return few and first_serves(NORM_ROUTER, tensor_of(x), experts=experts, hidden=hidden)

@@ -98,7 +98,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
 def _check(
     experts: fx.Node, total: fx.Node, weights: list[fx.Node], read: list[fx.Node], nodes: set[fx.Node]
 ) -> None:
-    """Raises `Refusal` if the op does not support these weights, or if a node that it `read`s is made or written to too
+    """Raises `Refusal` if the op does not support these weights, or if a node of `read` is computed or written too
     late. The input is the first of these; `nodes` compute the shared experts."""
     w_down, is_fp8 = op_arguments(experts)["w_down"], len(weights) == 6
     if is_fp8 != (op_arguments(experts)["down_scale"] is not None):

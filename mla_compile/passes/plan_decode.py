@@ -6,8 +6,8 @@
     q2 ─> mla_decode(..., backend=None)      q1 ─> mla_decode(..., "flashinfer", plan)
                                              q2 ─> mla_decode(..., "flashinfer", plan)
 
-The pass runs after all others and sees the calls that they emit. A call without a named backend gets the plan of its
-default backend, if that one plans.
+The pass runs after those that emit decode calls; only the batch-invariant passes follow. A call without a named
+backend gets the plan of its default backend, if that one plans.
 
 The name and the plan are arguments of the node, so graphs with different choices have different keys in Inductor's
 caches. The op's fake implementation raises an error at compile time if a backend cannot run the call.

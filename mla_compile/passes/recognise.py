@@ -26,7 +26,7 @@ from mla_compile.passes.rewrite import Refusal
 
 _TINY = 1e-8
 """The scale of tokens whose mean square is negligible against an epsilon."""
-_MOST_GROUPS = 32
+_MAX_GROUPS = 32
 _ROUTED_TOKENS = 37
 """Tokens per draw, enough to distinguish rules by the experts that they choose."""
 
@@ -251,7 +251,7 @@ def routing(weights: Cone, ids: Cone) -> ExpertChoice:
 
 def _rules(experts: int, topk: int) -> Iterator[ExpertChoice]:
     """All candidate rules, those with the fewest groups first."""
-    for groups, softmax in itertools.product(range(1, min(experts, _MOST_GROUPS) + 1), (False, True)):
+    for groups, softmax in itertools.product(range(1, min(experts, _MAX_GROUPS) + 1), (False, True)):
         size = experts // groups
         if experts % groups or (groups > 1 and size < 2 and not softmax):
             continue

@@ -11,7 +11,7 @@ from torch import fx
 from mla_compile.passes.effects import erase_dead
 from mla_compile.passes.provenance import where
 
-_MOST_SOURCES = 3
+_MAX_SOURCES = 3
 _Found = TypeVar("_Found")
 
 
@@ -51,7 +51,7 @@ def first_match(sources: Iterable[fx.Node], match: Callable[[fx.Node], _Found], 
         Refusal: that of the nearest source; `otherwise` if there are no sources.
     """
     reason = None
-    for source in islice(sources, _MOST_SOURCES):
+    for source in islice(sources, _MAX_SOURCES):
         try:
             return match(source)
         except Refusal as refusal:

@@ -20,7 +20,7 @@ from mla_compile.serving.token_bytes import Vocabulary
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """OpenAI's value for probability 0, as JSON has no infinity."""
 
 
@@ -228,7 +228,7 @@ def _made(make: Callable[[], T]) -> T:
 
 
 def _finite(logprob: Logprob) -> float:
-    return max(logprob.logprob, LEAST_LOGPROB)
+    return max(logprob.logprob, MIN_LOGPROB)
 
 
 def model_object(limits: ModelLimits, created: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ token at position n and drafts d_1..d_k after it:
     MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
                                                            one position each, from its own output
 
-The drafter is an entry of a table (`drafter.py`), above the MTP layer. Prompt lookup reads the text instead, in
+The table shows the MTP drafter; `drafter.py` lists all drafters. Prompt lookup reads the text instead, in
 `DecodeState.history`, which has s_0..s_a by then.
 
 Latents of rejected positions stay in the caches and are overwritten before any token attends to them: the next step

@@ -287,7 +287,7 @@ def test_whether_bits_are_the_same_in_any_batch(
 def test_many_tokens_are_divided(groups: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.splits = lambda tokens: tokens > 300
     # Private: the limit is too large for a test.
-    monkeypatch.setattr(cublas, "_MOST_OUTPUT", 290 * groups * 24)
+    monkeypatch.setattr(cublas, "_MAX_OUTPUT", 290 * groups * 24)
     x, w = arguments(1000, groups, dtype=torch.float16)
     whole = cublas.multiply(x, w)
     torch.testing.assert_close(whole, torch.einsum("tgk,gkn->tgn", x.float(), w.float()).half())

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from mla_compile.ops.device import H200, Device, triton_version
-from mla_compile.ops.experts.tiles import MOST_UNSORTED_PAIRS, moe_tiles
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, moe_tiles
 from mla_compile.ops.linear.tiles import ProductTiles
 from tests.kernel_cases import moe_case, padding
 
 A100 = Device(108, (8, 0))
-FEW, MANY = 4, MOST_UNSORTED_PAIRS + 1
-PAIRS = (*range(1, 8 * MOST_UNSORTED_PAIRS, 7), 2**15, 2**20)
+FEW, MANY = 4, MAX_UNSORTED_PAIRS + 1
+PAIRS = (*range(1, 8 * MAX_UNSORTED_PAIRS, 7), 2**15, 2**20)
 
 
 def plans(device: Device) -> list[tuple[int, torch.dtype, ProductTiles, ProductTiles]]:
@@ -22,7 +22,7 @@ def plans(device: Device) -> list[tuple[int, torch.dtype, ProductTiles, ProductT
     found = set()
     for pairs, experts, dtype in product(PAIRS, (1, 8, 64, 256), (torch.bfloat16, torch.float32)):
         tiles = (moe_tiles(pairs, experts, products, dtype, device) for products in (2, 1))
-        found.add((FEW if pairs <= MOST_UNSORTED_PAIRS else MANY, dtype, *tiles))
+        found.add((FEW if pairs <= MAX_UNSORTED_PAIRS else MANY, dtype, *tiles))
     return sorted(found, key=str)
 
 
@@ -99,7 +99,7 @@ def test_padding_and_sorting_change_no_operation(pairs: int, padded: bool) -> No
     case = moe_case(pairs // 4, 4, hidden=256, intermediate=128, dtype=torch.bfloat16)
     with compiled_for(90) as kernels:
         moe_triton(case.operands(*padding(case, 1, [1])[:2] if padded else ()))
-    assert len(kernels) == (4 if pairs > MOST_UNSORTED_PAIRS else 3)
+    assert len(kernels) == (4 if pairs > MAX_UNSORTED_PAIRS else 3)
     for kernel in kernels:
         check_operations(kernel.name, kernel.text, torch.bfloat16)
 

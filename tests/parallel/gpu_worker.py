@@ -19,7 +19,7 @@ from mla_compile.ops.collectives.kernels.collectives import (
     all_reduce_add_rms_norm_triton,
     all_reduce_triton,
 )
-from mla_compile.ops.collectives.peers import MOST_BYTES, SLOTS, connect
+from mla_compile.ops.collectives.peers import MAX_BYTES, SLOTS, connect
 from mla_compile.ops.library import choose
 from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton
 from mla_compile.ops.norm.rms_norm import all_reduce_add_rms_norm_op
@@ -82,7 +82,7 @@ def kernels(rank: int, size: int) -> None:
 def choices(rank: int, size: int) -> None:
     """Small messages go through the GPUs' memory, others by NCCL; in exact mode a row has the same bits in all."""
     columns = 4096
-    most = MOST_BYTES // (size - 1) // (2 * columns)
+    most = MAX_BYTES // (size - 1) // (2 * columns)
     parts = draw(size, 4 * most, columns, seed=0)
     residual, weight = draw(4 * most, columns, seed=1), draw(columns, seed=2)
     small, large = parts[rank, :3], parts[rank]

@@ -10,7 +10,7 @@ from mla_compile.ops.paging import write_latents
 
 APPEND = (
     triton(
-        "one launch, a token a program",
+        "one launch, one program per token",
         "mla_compile.ops.attention.kernels.append:append_triton",
         constraints={"dtype": FLOATS, "tokens": SOME, "kv_c.stride(1)": UNIT, "k_pe.stride(1)": UNIT},
     ),

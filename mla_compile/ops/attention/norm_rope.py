@@ -99,7 +99,7 @@ rotate_queries_op = torch.ops.mla_compile.mla_rotate_queries.default
 
 NORM_ROPE_APPEND = (
     triton(
-        "one launch, a token a program",
+        "one launch, one program per token",
         "mla_compile.ops.attention.kernels.norm_rope_append:norm_rope_append_triton",
         constraints={"dtype": FLOATS, "tokens": SOME, "kv_a.stride(1)": UNIT, "q_pe.stride(2)": UNIT},
     ),

@@ -25,7 +25,7 @@ first 8 have 64 keys, the next 4 have 128, the next 6 have 512, and all later on
 SPLIT_BLOCK = 16
 """Splits whose results are summed at once."""
 
-_MOST_PARTIAL = 2**26
+_MAX_PARTIAL = 2**26
 """The most elements, 256 MB, of partial results of batch-invariant decode, whose splits cover the whole block table."""
 
 _WAVES = 4
@@ -105,7 +105,7 @@ def num_fixed_splits(max_keys: int, split_unit: int) -> int:
 
 def rows_at_once(partial: int) -> int:
     """Rows that share the workspace of batch-invariant decode; `partial`: elements of one row's partial results."""
-    return max(1, _MOST_PARTIAL // partial)
+    return max(1, _MAX_PARTIAL // partial)
 
 
 def qk_blocks(qk: int) -> tuple[int, int]:

@@ -23,18 +23,18 @@ SLOTS = 512
 SLOT_COLUMNS = 8192
 """Elements per slot, float32 or narrower."""
 SLOT_BYTES = 4 * SLOT_COLUMNS
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Most GPUs that share memory."""
 FLAGS = 2 * SLOTS * SLOT_BYTES
 """Offset of the flags, int64 `[SLOTS, ranks]`, after two buffers of slots."""
-MOST_BYTES = 2**21
+MAX_BYTES = 2**21
 """Most bytes that a GPU reads from all peers in one launch. (Chosen, not measured. With two GPUs NCCL reads as much;
 with more it reads less.)"""
 SMALL: dict[str, Allowed] = {
     "connected": (True,),
     "dtype": FLOATS,
     "programs": range(1, SLOTS + 1),
-    "bytes": range(1, MOST_BYTES + 1),
+    "bytes": range(1, MAX_BYTES + 1),
 }
 """Constraints on the messages of the kernels."""
 
@@ -117,7 +117,7 @@ def connect(device: torch.device) -> Peers | None:
             "connect", "a call before a CUDA graph is recorded", "a call during the recording", hint
         )
     rank, size = dist.get_rank(), dist.get_world_size()
-    if not 1 < size <= MOST_RANKS:
+    if not 1 < size <= MAX_RANKS:
         return None
     with torch.cuda.device(device):
         hosts: list[str | None] = [None] * size

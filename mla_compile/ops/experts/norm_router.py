@@ -14,7 +14,7 @@ from mla_compile.ops.experts.routing import ROUTER, check_router, empty_choice, 
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 """Most tokens that the Triton candidate takes."""
 
 NORM_ROUTER = (
@@ -24,7 +24,7 @@ NORM_ROUTER = (
         constraints={
             "dtype": FLOATS,
             "weight.dtype": FLOATS,
-            "tokens": range(1, MOST_TOKENS + 1),
+            "tokens": range(1, MAX_TOKENS + 1),
             "hidden": range(1, 2**13 + 1),
             "experts": range(1, 1025),
         },

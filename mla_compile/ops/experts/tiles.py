@@ -8,10 +8,10 @@ import torch
 from mla_compile.ops.device import Device, power_of_two
 from mla_compile.ops.linear.tiles import ProductTiles, float32_warps
 
-MOST_UNSORTED_PAIRS = 512
+MAX_UNSORTED_PAIRS = 512
 """Most (token, expert) pairs for which each program searches for its own pairs. More are sorted by expert first."""
 
-MOST_NARROW_PAIRS = 128
+MAX_NARROW_PAIRS = 128
 """Most pairs per expert for which Hopper gets narrow tiles of down. On an H200 narrow was faster at 68, wide at 256."""
 
 
@@ -20,12 +20,12 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
 
     For many pairs per expert, a tile holds enough tokens that most experts need one tile, and 128 columns on tensor
     cores. On Hopper four warps accumulate 64 x 128 and eight 128 x 256. Eight are used for gate and up above 64 pairs
-    per expert, for down above `MOST_NARROW_PAIRS`.
+    per expert, for down above `MAX_NARROW_PAIRS`.
 
     products: the number of matrices by which a program multiplies: 2 for gate and up, with `columns` each.
     """
     wanted = 5 * pairs // (4 * experts)  # tokens per expert: the average plus a quarter
-    many = pairs > MOST_UNSORTED_PAIRS
+    many = pairs > MAX_UNSORTED_PAIRS
     if dtype == torch.float32:
         if many and wanted > 16:
             return ProductTiles(64, columns=64 // products, depth=32, warps=float32_warps(device), stages=2)
@@ -36,7 +36,7 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
         if device.capability[0] == 9:
             if products == 2 and pairs > 64 * experts:
                 return ProductTiles(tokens=128, columns=128, depth=64, warps=8, stages=4)
-            if pairs > MOST_NARROW_PAIRS * experts:
+            if pairs > MAX_NARROW_PAIRS * experts:
                 return ProductTiles(tokens=128, columns=256, depth=64, warps=8, stages=3)
             return ProductTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
         tokens = min(128, power_of_two(wanted))
@@ -64,4 +64,4 @@ def fp8_moe_tiles(
         return ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
     if pairs > 16 * experts or (in_order and device.capability[0] == 10):
         return ProductTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
-    return ProductTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
+    return ProductTiles(16 if pairs <= MAX_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)

@@ -24,7 +24,7 @@ NUMBERS: tuple[int, ...] = (
 )
 """Numbers of tokens that the probe tries: all small ones, and the borders of tiles of 16 to 256 tokens."""
 
-_MOST_OUTPUT = 2**28
+_MAX_OUTPUT = 2**28
 """Elements of the largest result that the probe computes: half a gigabyte."""
 
 _BYTES = 16
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     @property
     def most_tokens(self) -> int:
         """The most tokens per call of cuBLAS."""
-        return max(1, min(NUMBERS[-1], _MOST_OUTPUT // (self.groups * self.n)))
+        return max(1, min(NUMBERS[-1], _MAX_OUTPUT // (self.groups * self.n)))
 
 
 _same_bits: dict[Weights, bool] = {}

@@ -13,7 +13,7 @@ from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, UNIT, at_least,
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.operands import FP8LinearOperands
-from mla_compile.ops.linear.tiles import MOST_SHARING
+from mla_compile.ops.linear.tiles import MAX_SHARING
 
 _SIZES = {"k": SOME, "columns": SOME}
 _IN_ORDER = triton(
@@ -37,7 +37,7 @@ FP8_LINEAR = (
         "few tokens: FP8 values are multiplied block by block, and scaled afterwards",
         "mla_compile.ops.linear.kernels.fp8_linear:linear_blocks",
         name="blocks",
-        constraints={"dtype": HALF, "tokens": range(2, MOST_SHARING + 1), **_SIZES},
+        constraints={"dtype": HALF, "tokens": range(2, MAX_SHARING + 1), **_SIZES},
         min_capability=FLOAT8,
     ),
     triton(

@@ -18,7 +18,7 @@ from mla_compile.ops.linear.matmul import check_linear, fused_linear_op, is_one_
 from mla_compile.ops.linear.operands import NormLinearOperands
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op, rms_norm_op
 
-MOST_TOKENS = 2
+MAX_TOKENS = 2
 """Most tokens that the Triton candidates take."""
 
 _GEMV = triton(
@@ -28,7 +28,7 @@ _GEMV = triton(
     constraints={
         "weights": ("one matrix",),
         "dtype": HALF,
-        "tokens": range(1, MOST_TOKENS + 1),
+        "tokens": range(1, MAX_TOKENS + 1),
         "k": SOME,
         "columns": range(1, 2**13 + 1),  # with more, too many programs repeat the norm
     },

@@ -105,7 +105,7 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
     return _widest_that_fill(choices, tokens, columns, device)
 
 
-MOST_SHARING = 32
+MAX_SHARING = 32
 """Most tokens for which the warps of a program split the blocks of a weight along k."""
 
 

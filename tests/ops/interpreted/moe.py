@@ -15,7 +15,7 @@ mend_interpreter()
 
 from mla_compile.ops.experts.kernels import moe  # noqa: E402
 from mla_compile.ops.experts.kernels.moe import moe_triton, sort_pairs  # noqa: E402
-from mla_compile.ops.experts.tiles import MOST_UNSORTED_PAIRS  # noqa: E402
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS  # noqa: E402
 from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 from tests.kernel_cases import (  # noqa: E402
     MoeCase,
@@ -94,7 +94,7 @@ def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch:
         *(tokens, topk), shared=shared, hidden=hidden, intermediate=intermediate, dtype=dtype, fp8=True
     )
     check_moe(case, moe_triton(case.operands()))
-    monkeypatch.setattr(moe, "MOST_UNSORTED_PAIRS", 0)
+    monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
     row_lens, q_len, runs = padding(case, 2, [1])
     check_padded_moe(case, moe_triton(case.operands(row_lens, q_len), gate_up=SMALL, down=SMALL), runs)
 
@@ -110,7 +110,7 @@ def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
     for tiles in (None, wide):
         got = moe_triton(part.operands(), gate_up=tiles, down=tiles, in_order=True)
         assert torch.equal(got, whole[3:7])
-    monkeypatch.setattr(moe, "MOST_UNSORTED_PAIRS", 0)
+    monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
     assert torch.equal(moe_triton(case.operands(), in_order=True), whole)
 
 
@@ -131,7 +131,7 @@ def test_no_weight_in_fp8_is_rounded(tokens: int) -> None:
 def many_sorted_tokens() -> tuple[MoeCase, Tensor]:
     """Results of the kernels with products that add in order."""
     case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, shared=1, dtype=torch.bfloat16)
-    assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
+    assert case.topk_ids.numel() > MAX_UNSORTED_PAIRS
     return case, moe_triton(case.operands())
 
 
@@ -191,13 +191,13 @@ def test_pairs_are_sorted_as_a_stable_sort_does(data: st.DataObject) -> None:
     assert torch.equal(places[order], torch.arange(len(order)).int())
 
 
-@pytest.mark.parametrize("pairs", [MOST_UNSORTED_PAIRS, MOST_UNSORTED_PAIRS + 1])
+@pytest.mark.parametrize("pairs", [MAX_UNSORTED_PAIRS, MAX_UNSORTED_PAIRS + 1])
 def test_pairs_are_sorted_from_some_number_on(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(moe, "sort_pairs", lambda *args: calls.append(args) or sort_pairs(*args))
     case = moe_case(pairs, 1, hidden=16, intermediate=16)
     check_moe(case, moe_triton(case.operands()))
-    assert len(calls) == (pairs > MOST_UNSORTED_PAIRS)
+    assert len(calls) == (pairs > MAX_UNSORTED_PAIRS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -237,7 +237,7 @@ def check_drawn(data: st.DataObject, most_experts: int) -> None:
     block = st.sampled_from([16, 32])
     tiles = [ProductTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "MOST_UNSORTED_PAIRS", data.draw(st.sampled_from([0, MOST_UNSORTED_PAIRS])))
+        patch.setattr(moe, "MAX_UNSORTED_PAIRS", data.draw(st.sampled_from([0, MAX_UNSORTED_PAIRS])))
         got = moe_triton(case.operands(row_lens, q_len), gate_up=tiles[0], down=tiles[1])
     check_padded_moe(case, got, runs)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mla_compile.ops.device import power_of_two
 
-_MOST_AT_ONCE = 8192
+_MAX_AT_ONCE = 8192
 """The most comparisons of a program, places times rows."""
 
 
@@ -78,7 +78,7 @@ def prefill_metadata_triton(
     slot_mapping, positions = (lens.new_empty(tokens) for _ in range(2))
     key_slots = lens.new_empty((parts, keys))
     rows_block = power_of_two(rows)
-    block = max(16, _MOST_AT_ONCE // rows_block)
+    block = max(16, _MAX_AT_ONCE // rows_block)
     prefill_metadata_kernel[(triton.cdiv(max(tokens, keys, 1), block), 1 + parts)](
         lens.contiguous(),
         bounds.contiguous(),

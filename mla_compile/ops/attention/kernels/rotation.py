@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mla_compile.ops.device import power_of_two
 
-_MOST_PAIRS = 1024
+_MAX_PAIRS = 1024
 """The most pairs that a program rotates: eight per thread."""
 
 
@@ -93,6 +93,6 @@ def rotation_of(
 ) -> tuple[Angles, Sizes, int]:
     """A kernel's arguments to rotate `half` pairs of each head, and the number of programs for a token's heads."""
     block_half = power_of_two(half)
-    block = min(power_of_two(heads), max(1, _MOST_PAIRS // block_half))
+    block = min(power_of_two(heads), max(1, _MAX_PAIRS // block_half))
     sizes = Sizes(half, cos.shape[1] - half, interleaved_in, interleaved_out, block, block_half)
     return Angles(cos, sin, *cos.stride(), *sin.stride()), sizes, triton.cdiv(heads, block)

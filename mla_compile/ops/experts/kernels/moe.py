@@ -28,14 +28,14 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.device import device_of, power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
-from mla_compile.ops.experts.tiles import MOST_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.linear.tiles import ProductTiles, has_one_order
 
-_MOST_AT_ONCE = 128
+_MAX_AT_ONCE = 128
 """Pairs per iteration of a program's search: it holds a tile of pairs by tokens in registers."""
 
-_MOST_SORTED_AT_ONCE = 4096
+_MAX_SORTED_AT_ONCE = 4096
 """Pairs per iteration of the sort: eight per thread of 16 warps."""
 
 
@@ -412,7 +412,7 @@ def sort_pairs(
     pairs = topk_ids.numel()
     starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
+    chunk = min(_MAX_SORTED_AT_ONCE, power_of_two(pairs))
     sort_kernel[(experts,)](
         topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
     )
@@ -443,9 +443,9 @@ def moe_triton(
     plan = moe_tiles if operands.gate_up_scale is None else partial(fp8_moe_tiles, in_order=in_order)
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
-    is_sorted = pairs > MOST_UNSORTED_PAIRS
+    is_sorted = pairs > MAX_UNSORTED_PAIRS
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    chunk = min(_MOST_AT_ONCE, power_of_two(pairs))
+    chunk = min(_MAX_AT_ONCE, power_of_two(pairs))
     sizes = _Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
     def programs(columns: int, tiles: ProductTiles) -> tuple[int]:

@@ -18,7 +18,7 @@ from mla_compile.ops.device import device_of
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, values
 from mla_compile.ops.linear.kernels.split_k import add_parts
 from mla_compile.ops.linear.tiles import (
-    MOST_SHARING,
+    MAX_SHARING,
     ProductTiles,
     block_parts,
     block_tiles,
@@ -184,7 +184,7 @@ def multiply_in_order(
         one is given, `many_blocks_kernel` runs for few tokens too.
     """
     (tokens, k), columns = x.shape, weight.shape[0]
-    if tokens <= MOST_SHARING and tiles is None and split is None:
+    if tokens <= MAX_SHARING and tiles is None and split is None:
         return multiply(x, weight, scale, in_order=True)
     x = x if x.stride(1) == 1 else x.contiguous()
     device, parts = device_of(x), block_parts(k)

@@ -32,9 +32,9 @@ from mla_compile.ops.attention.kernels.gluon.split import (
 )
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """The most query rows of a unit."""
-MOST_UNSPLIT_ROWS = 32
+MAX_UNSPLIT_ROWS = 32
 """The most query rows of a row of the batch for which this kernel is faster than `wide_kernel`."""
 STAGES = gl.constexpr(2)
 """Tiles in shared memory, of 72 KB each."""
