@@ -301,7 +301,7 @@ def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured(
 def test_prompts_that_are_read_in_parts_run_uncaptured_and_the_tokens_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("ops.segments", "packing", "engine.config", "engine.capture"):
+    for module in ("ops.attention.segments", "packing", "engine.config", "engine.capture"):
         monkeypatch.setattr(f"mla_compile.{module}.MAX_KEYS", 64)
     captured, plain = fresh_engines(2, max_tokens_per_step=56)
     prompts = [[1 + (5 * row + j) % 20 for j in range(150)] for row in range(2)]

@@ -335,7 +335,7 @@ def test_texts_that_are_read_in_parts_have_the_tokens_of_plain_decoding(
     """Padded, a few keys at a time, and with as little as one prompt token a step."""
     prompts = [*PROMPTS, [1] * 20, [2, 3] * 9]
     expected = engine(0, max_rows=4).generate(prompts, max_new_tokens=8)
-    for module in ("ops.segments", "packing", "engine.config", "engine.capture"):
+    for module in ("ops.attention.segments", "packing", "engine.config", "engine.capture"):
         monkeypatch.setattr(f"mla_compile.{module}.MAX_KEYS", 8)
     for tokens in (3 * (1 + k) + 1, 3 * (1 + k) + 11):
         mine = engine(k, max_rows=3, max_tokens_per_step=tokens)
