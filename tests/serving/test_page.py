@@ -390,7 +390,7 @@ FAILURES = {
         "The server is busy. Try again in 1 second.",
     ),
     "a full queue, no time": (failed(429, "full"), "The server is busy. Try again later."),
-    "not ready": (failed(503, "warming up"), "The server is not ready: warming up"),
+    "not ready": (failed(503, "warming up"), "The server cannot answer now: warming up"),
     "a failed engine": (failed(500, "the engine ended"), "The server failed: the engine ended"),
     "a proxy": (Answer([b"<html>"], 502), "The server failed: status 502"),
     "an error without words": (
