@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.device import power_of_two
 from mla_compile.ops.dispatch import FLOATS, Allowed, describe_device
 from mla_compile.torch_internals import symmetric_memory
 
@@ -45,7 +46,7 @@ _BLOCKS = (2048, 4096, SLOT_COLUMNS)
 def blocks_of(tokens: int, columns: int) -> tuple[int, int]:
     """Columns per program, and programs per token: as many as slots allow, because few long programs are slow."""
     block = next((block for block in _BLOCKS if tokens * -(-columns // block) <= SLOTS), SLOT_COLUMNS)
-    block = min(block, max(16, 1 << (columns - 1).bit_length()))
+    block = min(block, power_of_two(columns))
     return block, -(-columns // block)
 
 
