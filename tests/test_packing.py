@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mla_compile import MLABatch, MLAError, PackedBatch, decode_segment, mla_attention, pack_batch
 from mla_compile.caches import allocate
-from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, QueryLenSupport, select_backend
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.packing import RowLayout, classify
@@ -169,7 +169,7 @@ def uniform(monkeypatch: pytest.MonkeyPatch) -> str:
         function="tests.test_packing:decode_uniform",
         constraints={"dtype": (torch.float64,)},
     )
-    monkeypatch.setattr(backends, "DECODE_BACKENDS", (*DECODE_BACKENDS, row))
+    monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (*DECODE_BACKENDS, row))
     select_backend.cache_clear()
     monkeypatch.setattr(decode_uniform, "calls", [])
     return "uniform"

@@ -90,5 +90,5 @@ def test_a_mistake_is_named() -> None:
         check_batch_invariance(model, PROMPTS, rounds=0)
     with pytest.raises(MLAError, match="at least one of each"):
         check_batch_invariance(model, [])
-    with pytest.raises(MLAError, match=r"settings: expected none of .*, got num_pages; "):
+    with pytest.raises(MLAError, match=r"settings: expected none of .*, got num_pages; remove"):
         check_batch_invariance(model, PROMPTS, num_pages=9)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.models import MLAForCausalLM
-from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention import decode_backends
 from mla_compile.speculate import SpeculativeDecoder
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, pool_of, with_lag
@@ -68,13 +68,13 @@ def test_recurrent_layers_are_refused_before_anything_is_allocated() -> None:
 def test_a_decode_backend_that_does_not_promise_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     any_call = BACKENDS["by_token"]
     rows = replace(any_call, name="ours"), replace(any_call, name="mine", batch_invariant=False)
-    monkeypatch.setattr(backends, "DECODE_BACKENDS", rows)
-    backends.select_backend.cache_clear()
+    monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", rows)
+    decode_backends.select_backend.cache_clear()
     invariant(decode_backend="ours")
     with pytest.raises(MLAError, match=r"^decode_backend: .*\(ours\), got mine, which .*batch"):
         invariant(decode_backend="mine")
     monkeypatch.undo()
-    backends.select_backend.cache_clear()
+    decode_backends.select_backend.cache_clear()
 
 
 # --- what is compiled

@@ -16,7 +16,7 @@ from mla_compile.engine import Completion, EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.engine_settings import EngineFields, EngineSettings
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode import decode_torch
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.speculate import (
@@ -166,18 +166,18 @@ def test_the_decode_backend_that_was_asked_for_runs_and_gives_the_same_tokens(
 ) -> None:
     reference = BACKENDS["reference"]
     mine = replace(reference, name="mine", function=f"{__name__}:reference_that_counts")
-    monkeypatch.setattr(backends, "DECODE_BACKENDS", (reference, mine))
-    backends.select_backend.cache_clear()
+    monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (reference, mine))
+    decode_backends.select_backend.cache_clear()
     expected = tokens(engine())
     assert not CALLS
     assert tokens(engine(decode_backend="mine")) == expected
     assert {operands.q_len for operands in CALLS} == {1, 4}, "verification and the drafts that follow"
     monkeypatch.undo()
-    backends.select_backend.cache_clear()
+    decode_backends.select_backend.cache_clear()
 
 
 def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
-    names = [row.name for row in backends.DECODE_BACKENDS if "cpu" in (row.device_types or ("cpu",))]
+    names = [row.name for row in decode_backends.DECODE_BACKENDS if "cpu" in (row.device_types or ("cpu",))]
     assert {"reference", "by_token"} <= {*names}
     some = ", ".join(names)
     with pytest.raises(

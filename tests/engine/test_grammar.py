@@ -569,7 +569,7 @@ def test_without_llguidance_it_says_how_to_install_it(make: object, monkeypatch:
         ({"grammars": [None, "ab*", None]}, r"^grammars\[1\]: expected a Grammar or None, got str"),
         (
             {"grammars": Grammar.from_regex("ab*", SMALL), "stop_ids": []},
-            "^stop_ids: .*grammars.*got ",
+            r"^stop_ids: .*grammars.*, got \[\]; .*end-of-sequence",
         ),
         ({"grammars": Grammar.from_regex("ab*", SMALL), "stop_ids": [VOCAB]}, "^stop_ids: "),
         (

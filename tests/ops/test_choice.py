@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from mla_compile.ops import dispatch as implementations
-from mla_compile.ops import library
+from mla_compile.ops import dispatch, library
 from mla_compile.ops.adjacent import lies_before
-from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.dispatch import Candidate, first_serves
 from mla_compile.ops.library import choose, tables
@@ -150,17 +149,17 @@ def on(machine: Any, patch: pytest.MonkeyPatch, *, triton: bool = True) -> None:
             return device.type, None
         return ("hip", None) if machine == "hip" else ("cuda", machine)
 
-    for module in (library, backends):
+    for module in (library, decode_backends):
         patch.setattr(module, "describe_device", describe)
     # Private, as the packages of a test's machine are those of this one.
-    patch.setattr(implementations, "_installed", lambda package: triton and package == "triton")
+    patch.setattr(dispatch, "_installed", lambda package: triton and package == "triton")
     forget_choices()
 
 
 def forget_choices() -> None:
     """Choices of a machine are cached for the life of a process; only tests change the machine."""
     library._candidates_on.cache_clear()
-    backends.select_backend.cache_clear()
+    decode_backends.select_backend.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -269,8 +268,8 @@ def test_which_backend_serves_a_decode_call(
     on(machine, monkeypatch)
     case = decode_case([5, 3], rank=widths[0], rope=widths[1], dtype=dtype)
     args = fake(case.args(), machine)
-    call = backends.decode_call(DecodeOperands(*args), captured=True)
-    assert backends.select_backend(call).chosen.name == expected
+    call = decode_backends.decode_call(DecodeOperands(*args), captured=True)
+    assert decode_backends.select_backend(call).chosen.name == expected
 
 
 def prefill_of(tokens: int, keys: int, parts: int = 1, *, batch_invariant: bool = False) -> tuple[Any, ...]:
@@ -292,8 +291,8 @@ def prefill_of(tokens: int, keys: int, parts: int = 1, *, batch_invariant: bool 
 
 def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     on((9, 0), monkeypatch)
-    monkeypatch.setattr(implementations, "_installed", lambda package: True)
-    monkeypatch.setattr(implementations, "_import_error", lambda function: None)
+    monkeypatch.setattr(dispatch, "_installed", lambda package: True)
+    monkeypatch.setattr(dispatch, "_import_error", lambda function: None)
     constraints = library.tables["mla_prefill"][0].constraints
     most, least = constraints["tokens"].stop - 1, constraints["keys per token"].start
 
@@ -389,7 +388,7 @@ def test_candidates_limit_nothing_but_facts_of_their_op() -> None:
     assert {*limited} == {*ANY_CALL, "mla_decode"}
     # Private: a choice shows only the facts that its candidates limit.
     facts = {op: {*library._facts_of[op](args)} for op, args in ANY_CALL.items()}
-    facts["mla_decode"] = {*backends.decode_call(decode_case([5, 3]).operands(), captured=False).facts}
+    facts["mla_decode"] = {*decode_backends.decode_call(decode_case([5, 3]).operands(), captured=False).facts}
     for op in limited:
         for candidate in tables[op]:
             assert candidate.constraints.keys() <= facts[op], (op, candidate.name)
@@ -439,6 +438,6 @@ def test_kernels_are_launched_on_the_device_of_the_first_tensor(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     x, w = torch.zeros(1), torch.zeros(2)
-    run = implementations.triton("", f"{__name__}:echo", constraints={}).load()
+    run = dispatch.triton("", f"{__name__}:echo", constraints={}).load()
     assert run(x, w) == (x, w) and run((w, x), None) == ((w, x), None)
     assert len(devices) == 2 and devices[0] is x and devices[1] is w

@@ -25,14 +25,14 @@ def test_the_kernels_wait_read_by_16_bytes_and_spill_nothing(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops import dependent_launch as early
+    from mla_compile.ops import dependent_launch
     from mla_compile.ops.collectives.kernels import collectives
     from tests.triton_compile import compiled_for
 
     addresses, epochs = torch.zeros(size, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)
     peers = Peers(1, size, addresses, epochs, torch.empty(bytes_of_memory(size), device="meta"))
     monkeypatch.setattr(shared, "connected", lambda device: peers)
-    monkeypatch.setattr(early, "starts_early", lambda tensor: True)
+    monkeypatch.setattr(dependent_launch, "starts_early", lambda tensor: True)
     with compiled_for(90) as kernels:
         for columns in (2048, 7168):
             x = torch.empty(2, columns, dtype=torch.bfloat16)

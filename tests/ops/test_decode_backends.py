@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile import MLABatch, MLAError, mla_attention, mla_decode
-from mla_compile.ops import dispatch as implementations
-from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops import dispatch
+from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     DecodeBackend,
@@ -60,7 +60,7 @@ def limited(backend: DecodeBackend, **limits: range) -> DecodeBackend:
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Private, as a package counts as installed only if this machine has it.
-    monkeypatch.setattr(implementations, "_installed", lambda package: True)
+    monkeypatch.setattr(dispatch, "_installed", lambda package: True)
     select_backend.cache_clear()
     yield
     select_backend.cache_clear()
@@ -105,7 +105,7 @@ def test_a_reason_names_what_a_backend_supports_and_what_came(
 
 
 def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementations, "_installed", lambda package: package != "triton")
+    monkeypatch.setattr(dispatch, "_installed", lambda package: package != "triton")
     assert TRITON.why_not(GLM) == "needs the Python package triton, which is not installed"
 
 
@@ -219,7 +219,7 @@ def test_a_backend_that_may_not_be_captured_serves_eager_calls_and_compiled_ones
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        backends, "DECODE_BACKENDS", (replace(REFERENCE, name="planned", capturable=False), REFERENCE)
+        decode_backends, "DECODE_BACKENDS", (replace(REFERENCE, name="planned", capturable=False), REFERENCE)
     )
     case = decode_case([5, 0, 17])
     *tensors, _, q_len, scale = case.args()

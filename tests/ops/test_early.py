@@ -13,7 +13,7 @@ from tests.ops.routing import router_args
 
 pytest.importorskip("triton")
 
-from mla_compile.ops import dependent_launch as early
+from mla_compile.ops import dependent_launch
 from mla_compile.ops.attention.kernels import norm_rope_append, rotate_queries
 from mla_compile.ops.experts.kernels import moe, moe_gemv, routing
 from mla_compile.ops.linear.kernels import by_head, fp8_linear, gemv, linear
@@ -82,7 +82,7 @@ def test_an_early_kernel_waits_before_it_reads_or_writes(name: str, monkeypatch:
     from tests.triton_compile import compiled_for
 
     call = CALLS[name]
-    monkeypatch.setattr(early, "starts_early", lambda tensor: True)
+    monkeypatch.setattr(dependent_launch, "starts_early", lambda tensor: True)
     with compiled_for(90) as kernels:
         call()
     assert kernels

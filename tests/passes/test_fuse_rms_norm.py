@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from mla_compile.ops import dispatch as implementations
+from mla_compile.ops import dispatch
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
@@ -260,7 +260,7 @@ def test_what_is_not_contiguous_keeps_its_strides_and_is_fused_in_the_exact_mode
 def as_with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes see a GPU; the op runs on the CPU."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(implementations, "describe_device", lambda device: ("cuda", (9, 0)))
+    monkeypatch.setattr(dispatch, "describe_device", lambda device: ("cuda", (9, 0)))
 
 
 def test_a_number_of_columns_that_varies_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.library import opcheck
 
 from mla_compile import MLABatch, MLAError
-from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode import decode_op, decode_plan_op, decode_torch
 from mla_compile.ops.attention.decode_backends import DecodeBackend, Planner, select_backend
 from mla_compile.ops.attention.operands import DecodeOperands
@@ -91,7 +91,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mine = DecodeBackend(
         "planned", "plans on the host", f"{here}run_planned", capturable=False, planner=f"{here}PLANNER"
     )
-    monkeypatch.setattr(backends, "DECODE_BACKENDS", (*backends.DECODE_BACKENDS, mine))
+    monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (*decode_backends.DECODE_BACKENDS, mine))
     select_backend.cache_clear()
     PLANS.clear()
     yield

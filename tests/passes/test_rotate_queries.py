@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from mla_compile import MLABatch, mla_attention
 from mla_compile.caches import allocate
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops import dispatch as implementations
+from mla_compile.ops import dispatch
 from mla_compile.ops.attention.norm_rope import norm_rope_append_op, rotate_queries_op
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.effects import may_write, memory
@@ -403,7 +403,7 @@ def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_lau
     step = decoder.mixed if kind == "mixed" else decoder
     with target.installed(16):
         found = graph_of(step, *(state, chunks)[: 1 + (kind == "mixed")])
-    monkeypatch.setattr(implementations, "describe_device", lambda device: ("cuda", (9, 0)))
+    monkeypatch.setattr(dispatch, "describe_device", lambda device: ("cuda", (9, 0)))
     gm = pipeline.run(*found, pipeline.passes_for(found[0], batch_invariant=batch_invariant))
     assert len(nodes_of(gm, "fused_linear")) > 0
     assert len(nodes_of(gm, "mla_rotate_queries")) == 0
