@@ -292,9 +292,7 @@ def test_a_batch_that_fits_no_longer_is_refused_or_harms_no_other_row(draw: rand
         assert torch.equal(case.kv_cache, before)
         return
     if (kind, what) == ("prefill", "page"):
-        expected = (
-            of_the_good_batch  # prompts read their context by `key_slots`, the definition by `block_table`
-        )
+        expected = of_the_good_batch  # their keys are read by `key_slots`, which has not changed
     assert relative_error(out, expected) < 1e-5
     changed = {int(page) for page in (case.kv_cache != before).any(2).any(1).nonzero()}
     for name in kinds:
