@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             stock, mtp = random_model("glm", tiny=args.tiny, layers=args.layers)
             model = TransformersTarget(stock, mtp_layer(stock, mtp))
             stack.enter_context(model.installed(MAX_LEN))
-        engine = Engine(model, num_speculative_tokens=args.k, max_rows=1, max_model_len=MAX_LEN)
+        engine = Engine(model, num_speculative_tokens=args.k, max_rows=1, max_model_len=MAX_LEN, compile=True)
         steps = pipeline.steps
 
         def timed_steps(*given: Any) -> Any:

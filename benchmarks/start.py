@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from mla_compile.engine import Engine
 from mla_compile.engine.scheduler import Chunk, Grant, Plan
-from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState, Step
@@ -45,5 +44,5 @@ def start(
         assert state is not None
     finally:
         engine.reset_prefix_cache()
-    variant = Variant.of([request.params for request in requests])
-    return launcher.steps.whole(variant, prompts=False), state
+    sampled = not all(request.params.is_argmax for request in requests)
+    return launcher.steps.whole(sampled=sampled, prompts=False), state

@@ -36,7 +36,7 @@ class EngineSettings(TypedDict, total=False):
     num_pages: int | None
     max_tokens_per_step: int | None
     prefix_caching: bool
-    compile: bool
+    compile: bool | None
     mode: str | None
     decode_backend: str | None
     capture_budget: int | None
@@ -119,7 +119,9 @@ class EngineFields:
         max_tokens_per_step: maximum number of query tokens of a step; a longer prompt takes several steps. By default
             2048, or 512 more than the tokens of `max_rows` decode rows if that is larger.
         prefix_caching: whether prompts reuse cached pages of others with the same beginning.
-        compile: False runs everything eagerly.
+        compile: True compiles steps on their first use, or in `warm_up`. None does so too, but not in float32 on a CPU:
+            there steps run eagerly while a thread compiles them, once there have been 256. False runs everything
+            eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step. Steps with
             prompts are captured after `warm_up`, or after 16 steps that mix prompts and decode rows. Until then they
             run eagerly: a few batches need few of them, and compiling them takes as long as compiling the others. They
@@ -186,7 +188,12 @@ class EngineFields:
         show_default="2048 or more",
     )
     prefix_caching: bool = setting(True, "serve", "Share pages of equal beginnings.")
-    compile: bool = setting(True, "generate serve", "Compile the steps.")
+    compile: bool | None = setting(
+        None,
+        "generate serve",
+        "Compile the steps.",
+        show_default="in float32 on a CPU beside the steps, else before they run",
+    )
     mode: str | None = setting(
         "reduce-overhead", "serve", "The mode of torch.compile.", kind=str, metavar="NAME"
     )

@@ -12,6 +12,9 @@ from mla_compile.errors import MLAError
 MAX_LOGPROBS = 20
 """The maximum of `SamplingParams.logprobs`, vLLM's default `max_logprobs`."""
 
+MAX_STOP_IDS = 64
+"""Stop ids of a request, the model's end-of-sequence ids included: a captured step has as many places."""
+
 MAX_N = 16_384
 """The maximum number of completions of a prompt, as in vLLM: each one is a request."""
 
@@ -140,6 +143,11 @@ class SamplingParams:
         """
         first = self.seed if first_seed is None else first_seed
         return [replace(self, n=1, seed=first + i) for i in range(self.n)]
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether each token is the argmax of the model's own logits."""
+        return self.temperature == 0 and not self.penalised
 
     @property
     def penalised(self) -> bool:

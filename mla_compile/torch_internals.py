@@ -245,6 +245,20 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     return types.MethodType(copy, method.__self__)
 
 
+def eager_until_compiled(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Run what `torch.compile` returned: by its compiled code once another thread has compiled it, else eagerly.
+
+    It also runs eagerly while another thread traces, which torch regards as a nested trace.
+    """
+    run = torch._dynamo.run(compiled)
+
+    def call(*args: Any) -> Any:
+        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            return run(*args)
+
+    return call
+
+
 def is_mutable(op: object) -> bool:
     """Whether an op may write to one of its arguments.
 

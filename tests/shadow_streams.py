@@ -27,7 +27,12 @@ def run_checked_streams(
     The tokens of each batch must be those that the engine generates unchecked, with its own drafts.
     """
     engine = Engine(
-        model, num_speculative_tokens=k, max_rows=8, max_model_len=MAX_LEN, page_size=4, **settings
+        model,
+        num_speculative_tokens=k,
+        max_rows=8,
+        max_model_len=MAX_LEN,
+        page_size=4,
+        **{"compile": True, **settings},
     )
     rng, done = random.Random(k), 0
     while done < steps:

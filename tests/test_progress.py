@@ -53,11 +53,12 @@ def test_a_compile_is_announced_once(impatient, caplog, monkeypatch):
         return gm.forward
 
     monkeypatch.setattr("mla_compile.backend.lower_with_inductor", slow)
-    engine = Engine(tiny_model(torch.float32), num_speculative_tokens=1, max_rows=2)
+    engine = Engine(tiny_model(torch.float32), num_speculative_tokens=1, max_rows=2, compile=True)
     with caplog.at_level(logging.WARNING, "mla_compile"):
         engine.generate([[1, 2, 3]] * 3, max_new_tokens=5)
     lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.progress"]
-    assert len(lines) == 1 and re.match(r"compiling .*greedy.*\b1\b.*\.\.\.$", lines[0])
+    assert len(lines) == 2 and all(re.match(r"compiling .*\b1\b.*\.\.\.$", line) for line in lines)
+    assert "verify" in lines[0] and "advance, greedy" in lines[1]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])

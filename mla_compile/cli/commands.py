@@ -70,7 +70,7 @@ def generate(
     logprobs, n, stop, stop_token_ids, ignore_eos.
     """
     sampling = SamplingParams(**taken(settings, SamplingParams))
-    if settings["batch_invariant"] and not settings["compile"]:
+    if settings["batch_invariant"] and settings["compile"] is False:
         raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "use only one of the two")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)

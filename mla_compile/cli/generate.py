@@ -41,8 +41,8 @@ def complete(
     grammar: its flag and its text. settings: of the engine. The others: see the command.
     """
     place = pick_device(checkpoint_settings.device)
-    compile = settings["compile"] and _can_compile(place, must=settings["batch_invariant"])
-    settings["compile"] = compile
+    if settings["compile"] is not False and not _can_compile(place, must=settings["batch_invariant"]):
+        settings["compile"] = False
     text = grammar is not None or any(
         isinstance(each.prompt, str) or each.sampling.stop_strings for each in given
     )
@@ -57,10 +57,10 @@ def complete(
     sampling = [each.sampling for each in given]
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
-    # Other kinds of sampling, and the two halves of a step with grammars, are compiled on first use.
-    if compile and grammar is None:
+    # Steps of other requests than the first, and those with grammars, are compiled on first use.
+    if grammar is None and settings["compile"] is not False and not engine.compiles_in_background:
         waits = len(prompts) > engine.config.max_rows  # else all prompts start together
-        engine.warm_up(sampling=sampling[0], stop_ids=checkpoint.stop_ids, prompts=waits)
+        engine.warm_up(sampling=sampling[0], prompts=waits)
     updates = engine.stream(
         prompts,
         max_new_tokens=max_new_tokens,

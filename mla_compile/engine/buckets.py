@@ -14,9 +14,7 @@ def row_sizes(max_rows: int) -> list[int]:
 class Bucket:
     """One shape of one step, of `rows * q_len + prompt_tokens` tokens, and how it was captured.
 
-    step: "greedy" or "sampled", with what else is compiled in ("greedy, penalties, 5 logprobs"); "mixed, greedy" with
-        prompts; "verify" and "advance, greedy", ... for the halves of a step whose tokens are chosen on the host.
-    num_stop_ids: places for stop ids per row, which are compiled in.
+    step: "greedy" or "sampled"; "mixed, greedy" with prompts; "verify" and "advance, greedy", ... for parts of a step.
     prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
     num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
     num_bytes: growth of the graphs' memory pool and of the driver's own memory while it was recorded. A bucket fits in
@@ -31,7 +29,6 @@ class Bucket:
     step: str
     rows: int
     q_len: int
-    num_stop_ids: int
     prompt_tokens: int = 0
     prompt_chunks: int = 0
     prompt_keys: int = 0
@@ -75,7 +72,7 @@ class CaptureReport:
 
     def __str__(self) -> str:
         width = max(18, *(len(bucket.step) + 1 for bucket in self.buckets), 0)
-        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>8}{:>8}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
+        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>8}{:>8}{:>11}{:>11}{:>8}{:>10}  {}"
         names = [
             "step",
             "rows",
@@ -83,7 +80,6 @@ class CaptureReport:
             "prompt",
             "chunks",
             "keys",
-            "stop ids",
             "compile s",
             "capture s",
             "graphs",
@@ -94,11 +90,11 @@ class CaptureReport:
         for bucket in self.buckets:
             shape = bucket.step, bucket.rows, bucket.q_len
             prompts = bucket.prompt_tokens, bucket.prompt_chunks, bucket.prompt_keys
-            lines.append(form.format(*shape, *prompts, bucket.num_stop_ids, *_costs(bucket), bucket.outcome))
+            lines.append(form.format(*shape, *prompts, *_costs(bucket), bucket.outcome))
         captured = sum(bucket.num_graphs > 0 for bucket in self.buckets)
         limit = "" if self.budget is None else f", budget {self.budget / MIB:.1f} MiB"
         outcome = self.why_not or f"{captured} of {len(self.buckets)} captured{limit}"
-        return "\n".join([*lines, form.format("total", *[""] * 6, *_costs(self), outcome)])
+        return "\n".join([*lines, form.format("total", *[""] * 5, *_costs(self), outcome)])
 
 
 def _costs(of: Bucket | CaptureReport) -> tuple[str, str, int, str]:

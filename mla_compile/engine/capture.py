@@ -23,8 +23,8 @@ from mla_compile.torch_internals import (
     recording_cuda_graphs,
 )
 
-_Shape = tuple[int, int, int, int, int]
-"""Rows, places for stop ids; tokens, chunks and keys of prompts."""
+_Shape = tuple[int, int, int, int]
+"""Rows; tokens, chunks and keys of prompts."""
 
 CALLS_TO_RECORD = 2
 """Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""
@@ -71,7 +71,7 @@ class Captures:
         return CaptureReport(buckets, self._budget, self.why_not)
 
     def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a compiled step, or half of one: capture it within the budget, and measure its first calls.
+        """Wrap a compiled step, or part of one: capture it within the budget, and measure its first calls.
 
         The wrapper takes a `DecodeState` and the other arguments of `step`, a mixed step's `PackedChunks` first. Once a
         recorded graph makes up a whole call of a bucket, a call with the same arguments replays it without the compiled
@@ -104,8 +104,8 @@ class Captures:
         return is_spent if self._ranks is None else bool(self._ranks.agree(is_spent))
 
     def bucket(self, step: str, shape: _Shape) -> Bucket:
-        rows, num_stop_ids, tokens, chunks, keys = shape
-        bucket = Bucket(step, rows, self._q_len, num_stop_ids, tokens, chunks, keys)
+        rows, tokens, chunks, keys = shape
+        bucket = Bucket(step, rows, self._q_len, tokens, chunks, keys)
         return self._buckets.setdefault((step, *shape), bucket)
 
 
@@ -127,7 +127,7 @@ class _MeasuredStep:
         sizes = (0, 0, 0)
         if args and isinstance(args[0], PackedChunks) and not self._captures.why_not:
             sizes = args[0].sizes
-        shape = *state.stop_ids.shape, *sizes  # identifies the bucket of this step
+        shape = len(state.active), *sizes  # identifies the bucket of this step
         call = self._checked.get(shape)
         return self._check(shape, state, *args) if call is None else call(state, *args)
 

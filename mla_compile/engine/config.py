@@ -25,12 +25,12 @@ class EngineConfig(EngineFields):
     def __post_init__(self) -> None:
         check_settings_of(self)
         known_drafter(self.drafter)
-        if self.batch_invariant and not self.compile:
+        if self.batch_invariant and self.compile is False:
             hint = "leave one of the two out"
             raise MLAError(
                 "compile", "True with batch_invariant=True, which needs compiled steps", False, hint
             )
-        if self.compile:
+        if self.compile is not False:
             resolve_settings(self.mode, self._options)
         check_name("decode_backend", self.decode_backend)
 
@@ -41,7 +41,7 @@ class EngineConfig(EngineFields):
     @property
     def captures(self) -> bool:
         """Whether CUDA graphs are recorded on a device that has them."""
-        return self.compile and bool(resolve_settings(self.mode, None).get("triton.cudagraphs"))
+        return self.compile is not False and bool(resolve_settings(self.mode, None).get("triton.cudagraphs"))
 
     @property
     def compile_settings(self) -> dict[str, Any]:

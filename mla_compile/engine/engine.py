@@ -23,17 +23,15 @@ from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.leader import LeadingLauncher
 from mla_compile.engine.request import Progress, Request, TokenChooser
-from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Plan, Scheduler
 from mla_compile.engine.single_owner import SingleOwner
 from mla_compile.engine.stats import EngineStats
-from mla_compile.engine.variants import Variant
 from mla_compile.engine.weights import Weights
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.ranks import Ranks
-from mla_compile.sampling_params import SamplingParams, check_token_ids
+from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import ServedModel
 
 if TYPE_CHECKING:
@@ -329,18 +327,14 @@ class Engine:
 
     # --- other than requests
 
-    def warm_up(
-        self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = (), prompts: bool = True
-    ) -> CaptureReport:
-        """Compile the step for one kind of sampling, and capture it for all bucket row counts.
+    def warm_up(self, *, sampling: SamplingParams | None = None, prompts: bool = True) -> CaptureReport:
+        """Compile the steps, and capture them for all bucket row counts. No cache is read or written.
 
-        A kind is: greedy or sampled; with or without penalties; no log-probabilities, up to 5, or up to 20. If CUDA
-        graphs are recorded, the step with prompts is compiled too, and captured on its first calls. Steps whose tokens
-        the host chooses, as with grammars, are compiled on first use. No cache is read or written.
+        Afterwards no request waits for a compilation. If CUDA graphs are recorded, steps with prompts are compiled too,
+        and captured on their first calls.
 
         Args:
-            sampling: determines the kind; greedy by default.
-            stop_ids: as many as requests will have.
+            sampling: compile only what requests with these parameters need, without grammars; None for every request.
             prompts: False skips the step with prompts. It takes as long to compile as the other one, and requests that
                 all arrive at once need it only a few times: it then runs eagerly (see `EngineConfig.mode`). In a
                 batch-invariant engine it is always compiled.
@@ -348,20 +342,25 @@ class Engine:
         Raises:
             MLAError: a bad argument, named; requests are under way.
         """
-        params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
-        check_token_ids("stop_ids", stop_ids, self.model.vocab_size)
+        params = None if sampling is None else checked_sampling("sampling", sampling)
         check_boolean("prompts", prompts)
+        kinds = [False, True] if params is None else [not params.is_argmax]
+        parts = params is None or params.logprobs is not None
         with self._lock:
             self._check_idle("warm_up")
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
-            variant, places = Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids})
             try:
-                self._launcher.warm_up(variant, places, prompts)
+                self._launcher.warm_up(kinds, prompts=prompts, parts=parts)
             except BaseException:
                 self._fail_with_others()
                 raise
             return self.capture_report()
+
+    @property
+    def compiles_in_background(self) -> bool:
+        """Whether steps run eagerly until a thread has compiled them; see `EngineConfig.compile`."""
+        return self._launcher.steps.compiles_in_background
 
     def capture_report(self) -> CaptureReport:
         """The buckets compiled and captured so far, with their time and memory, and why others were not."""

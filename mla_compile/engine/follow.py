@@ -15,7 +15,6 @@ from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.launch import Launcher
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Chunk, Grant, Plan
-from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ranks import Ranks
@@ -105,9 +104,9 @@ class _Follower:
         with suppress(RankZeroFailed):  # its next order is `clear`
             self.launcher.launch(plan)
 
-    def warm_up(self, variant: dict[str, Any], num_stop_ids: int, prompts: bool) -> None:
+    def warm_up(self, kinds: list[bool], prompts: bool, parts: bool) -> None:
         """See `Launcher.warm_up`."""
-        self.launcher.warm_up(Variant(**variant), num_stop_ids, prompts)
+        self.launcher.warm_up(kinds, prompts=prompts, parts=parts)
 
     def clear(self) -> None:
         """Forget all requests."""

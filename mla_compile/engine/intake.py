@@ -8,7 +8,7 @@ from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.errors import MLAError, first_line, is_request_error
-from mla_compile.sampling_params import SamplingParams, check_token_ids
+from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams, check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,6 +82,10 @@ class Intake:
         check_prompt(f"prompt{place}", prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
         check_token_ids("stop_ids", stop_ids, vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
+        if len(ends) > MAX_STOP_IDS:
+            expected = f"at most {MAX_STOP_IDS} ids, the model's end-of-sequence ids included"
+            raise MLAError("stop_token_ids", expected, len(ends), "use stop strings")
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None if `choose` picks the tokens", "a number")
         if params.stop_strings and self._tokenizer is None:
@@ -91,12 +95,12 @@ class Intake:
             list(prompt),
             min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
             params=params,
-            stop_ids=frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids}),
+            stop_ids=ends,
             choose=choose,
             reader=None if self._tokenizer is None else TextReader(self._tokenizer, params.stop_strings),
         )
         if grammar is not None:
-            name, ends = f"grammar{place}", request.stop_ids
+            name = f"grammar{place}"
             check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
             request.grammar = GrammarRow(grammar, request.completion, ends, name)
         return request

@@ -14,8 +14,8 @@ from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.steps import Steps
-from mla_compile.engine.variants import Variant
 from mla_compile.ranks import Ranks
+from mla_compile.sampling_params import MAX_LOGPROBS
 from mla_compile.speculate import (
     DecodeState,
     Drafter,
@@ -24,6 +24,7 @@ from mla_compile.speculate import (
     ServedModel,
     SpeculativeDecoder,
 )
+from mla_compile.speculate.sampling import top_logprobs
 
 
 @dataclass
@@ -91,18 +92,22 @@ class Launcher:
         ]
         inputs = (state, self._pack(chunks, state)) if chunks else (state,)
         on_host = rows.on_host and any(request.is_chosen_on_host for request in sampled)
-        if not on_host:
-            steps.whole(rows.variant, prompts=bool(chunks))(*inputs)
+        num_logprobs = [request.params.logprobs for request in sampled]
+        logprobs = None
+        if not on_host and not any(n is not None for n in num_logprobs):
+            steps.whole(sampled=rows.sampled, prompts=bool(chunks))(*inputs)
         else:
-            logits, output = steps.verify(rows.variant, prompts=bool(chunks))(*inputs)
-            choose_targets = partial(steps.choose_targets, rows.variant)
-            choose = partial(choose_on_host, plan, rows, state, logits, choose_targets)
-            targets = choose() if self._ranks is None else self._chosen_by_rank_0(choose, logits)
-            steps.advance(rows.variant, targets, output, *inputs)
-        num_logprobs = None
-        if rows.variant.num_logprobs is not None:
-            num_logprobs = [request.params.logprobs for request in sampled]
-        return Launch(plan, StepReport(state, rows.of(sampled), num_logprobs), on_host)
+            logits, output = steps.verify(*inputs)
+            choose_targets = partial(steps.choose_targets, sampled=rows.sampled)
+            if not on_host:
+                targets = choose_targets(state, logits, None)
+            else:
+                choose = partial(choose_on_host, plan, rows, state, logits, choose_targets)
+                targets = choose() if self._ranks is None else self._chosen_by_rank_0(choose, logits)
+            if any(n is not None for n in num_logprobs):
+                logprobs = top_logprobs(logits, targets.clamp(min=0), min(MAX_LOGPROBS, logits.shape[-1]))
+            steps.advance(targets, output, *inputs, sampled=rows.sampled)
+        return Launch(plan, StepReport(state, rows.of(sampled), num_logprobs, logprobs), on_host)
 
     def _chosen_by_rank_0(self, choose: Callable[[], Tensor], logits: Tensor) -> Tensor:
         assert self._ranks is not None
@@ -121,25 +126,42 @@ class Launcher:
         """Forget all requests."""
         self.rows.clear()
 
-    def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
-        """Compile the step, and capture it for all bucket row counts, largest first.
+    def warm_up(self, kinds: Sequence[bool], *, prompts: bool, parts: bool) -> None:
+        """Compile steps, and capture them for all bucket row counts, largest first.
 
-        prompts: if compiling steps with prompts pays, compile them too, with a prompt that is only padding.
+        kinds: whether they sample. prompts: if compiling steps with prompts pays, compile them too, with a prompt that
+        is only padding. parts: also compile steps between whose parts the host reads logits.
         """
         steps = self.steps
         steps.check_again()
-        for size in reversed(steps.sizes):
-            state = steps.state_for(size, variant, num_stop_ids)
-            state.active.zero_()
-            for _ in range(CALLS_TO_RECORD):
-                steps.whole(variant, prompts=False)(state)
         steps.warms_prompts |= prompts
-        if prompts and steps.compiles_prompts:
-            # Any size serves here: each is captured on first use.
-            state = steps.state_for(1, variant, num_stop_ids)
-            chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
-            chunks.bounds.zero_()  # it is padding
-            steps.whole(variant, prompts=True)(state, chunks)
+        for sampled in kinds:
+            for size in reversed(steps.sizes):
+                state = steps.state_for(size, sampled=sampled)
+                state.active.zero_()
+                for _ in range(CALLS_TO_RECORD):
+                    steps.whole(sampled=sampled, prompts=False)(state)
+                    if parts:
+                        self._run_parts(sampled, state)
+            if steps.compiles_in_background:
+                steps.compile_parts(sampled)
+            if prompts and steps.compiles_prompts:
+                # Any size serves here: each is captured on first use.
+                state = steps.state_for(1, sampled=sampled)
+                chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
+                chunks.bounds.zero_()  # it is padding
+                steps.whole(sampled=sampled, prompts=True)(state, chunks)
+                if parts:
+                    self._run_parts(sampled, state, chunks)
+
+    def _run_parts(self, sampled: bool, state: DecodeState, *chunks: PackedChunks) -> None:
+        """A step with logits read between its parts."""
+        logits, output = self.steps.verify(state, *chunks)
+        targets = self.steps.choose_targets(state, logits, None, sampled=sampled)
+        if self._config.batch_invariant:  # it is compiled for both
+            allowed = torch.ones_like(logits, dtype=torch.bool)
+            self.steps.choose_targets(state, logits, allowed, sampled=sampled)
+        self.steps.advance(targets, output, state, *chunks, sampled=sampled)
 
     def _pack(self, chunks: Sequence[PromptChunk], state: DecodeState) -> PackedChunks:
         pads = self.steps.pads

@@ -1,12 +1,12 @@
 """Rank 0's launcher of a shared model: it broadcasts each call to the other ranks, then runs it."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from mla_compile.engine.config import EngineConfig, FittedConfig
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Plan
-from mla_compile.engine.variants import Variant
 from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import Drafter, ServedModel
@@ -39,9 +39,9 @@ class LeadingLauncher(Launcher):
         )
         return super().launch(plan)
 
-    def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
-        self._order(["warm_up", vars(variant), num_stop_ids, prompts])
-        super().warm_up(variant, num_stop_ids, prompts)
+    def warm_up(self, kinds: Sequence[bool], *, prompts: bool, parts: bool) -> None:
+        self._order(["warm_up", list(kinds), prompts, parts])
+        super().warm_up(kinds, prompts=prompts, parts=parts)
 
     def clear(self) -> None:
         self._order(["clear"])

@@ -40,18 +40,23 @@ class RowReport:
 
 
 class StepReport:
-    """A copy of what the last launch writes to a state; on a GPU it is asynchronous, and `read` waits for it.
+    """A copy of a launch's results; on a GPU it is asynchronous, and `read` waits for it.
 
     Args:
         rows: the state's rows that the launch samples in.
-        num_logprobs: the `SamplingParams.logprobs` of each row; None if no row requested any.
+        num_logprobs: the `SamplingParams.logprobs` of each of them.
+        logprobs: `top_logprobs` of the targets; None if no row requested any.
     """
 
     def __init__(
-        self, state: DecodeState, rows: Sequence[int], num_logprobs: Sequence[int | None] | None
+        self,
+        state: DecodeState,
+        rows: Sequence[int],
+        num_logprobs: Sequence[int | None],
+        logprobs: tuple[Tensor, Tensor] | None,
     ) -> None:
-        self._rows, self._num_logprobs = rows, num_logprobs or [None] * len(rows)
-        reported = [t for t in (state.report, state.logprobs, state.logprob_ids) if t is not None]
+        self._rows, self._num_logprobs = rows, num_logprobs
+        reported = [state.report, *(logprobs or ())]
         self._event: torch.Event | None = None
         if not state.report.is_cuda:
             self._copies = [tensor.clone() for tensor in reported]
@@ -88,7 +93,7 @@ class StepReport:
 
 
 def _by_id(token: int, logprobs: list[float], ids: list[int], n: int) -> dict[int, Logprob]:
-    """One position of `DecodeState.logprobs` and `logprob_ids`: the chosen `token`, then the n most likely ones."""
+    """One position of `top_logprobs`: the chosen `token`, then the n most likely ones."""
     found = {token: Logprob(logprobs[0], ids[0])}
     for rank, (likely, logprob) in enumerate(zip(ids[1 : 1 + n], logprobs[1 : 1 + n], strict=True), start=1):
         found.setdefault(likely, Logprob(logprob, rank))

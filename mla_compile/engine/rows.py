@@ -5,7 +5,7 @@ step, and requests move between them. All writes are ops on the stream of the st
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Grant, Plan
-from mla_compile.engine.variants import Variant
 from mla_compile.ops.attention.segments import copied_to
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState
@@ -30,17 +29,18 @@ class Rows:
     """The rows of the running requests.
 
     Args:
-        state_for: returns the state for a number of requests, a variant and a number of places for stop ids.
+        state_for: `Steps.state_for`.
         pages_per_grant: cache pages per page of a plan.
         device: of the states.
 
     state: the current state; None before the first.
+    sampled: whether the state serves requests that sample or change logits.
     on_host: whether the host chooses or masks tokens of any running request.
     """
 
     def __init__(
         self,
-        state_for: Callable[[int, Variant, int], DecodeState],
+        state_for: Callable[..., DecodeState],
         *,
         pages_per_grant: int,
         device: torch.device,
@@ -51,7 +51,7 @@ class Rows:
         self._row_of: dict[Request, int] = {}
         self._texts: dict[Request, array[int]] = {}
         self.state: DecodeState | None = None
-        self.variant = Variant()
+        self.sampled = False
         self.on_host = False
 
     def clear(self) -> None:
@@ -94,15 +94,14 @@ class Rows:
 
     def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
         """The current state if it serves these requests, else a fitting one with copies of the current rows."""
-        needed = Variant.of([request.params for request in live])
-        places = max(stop_id_places(request.stop_ids) for request in live)
+        sampled = any(not request.params.is_argmax for request in live)
         self.on_host = any(request.is_chosen_on_host for request in live)
         old = self.state
-        if old is not None and self._row_of and self.variant.serves(needed):
-            rows, width = old.stop_ids.shape
-            if width >= places and len(live) <= rows < FEW * len(live):
+        if old is not None and self._row_of and self.sampled >= sampled:
+            rows = len(old.active)
+            if len(live) <= rows < FEW * len(live):
                 return old
-        new = self._state_for(len(live), needed, places)
+        new = self._state_for(len(live), sampled=sampled)
         if new is not old:
             new.active.zero_()
             new.block_table.zero_()
@@ -110,7 +109,7 @@ class Rows:
                 _copy_rows(old, list(self._row_of.values()), new)
                 self._row_of = {request: row for row, request in enumerate(self._row_of)}
             self.state = new
-        self.variant = needed
+        self.sampled = sampled
         return new
 
     def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
@@ -186,11 +185,6 @@ class Rows:
         return [1 + (page - 1) * n + i for page in grant.pages for i in range(n)]
 
 
-def stop_id_places(stop_ids: Collection[int]) -> int:
-    """The number of places for stop ids per row: 8, 16, ..., since the number is compiled in."""
-    return max(8, 1 << (len(stop_ids) - 1).bit_length())
-
-
 def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Columns of numbers, not all of them empty, uploaded to the device by one asynchronous copy.
 
@@ -208,13 +202,9 @@ def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
     (source,) = upload([rows], torch.int64, device)
     count, before = len(rows), old.named()
     for name, tensor in new.named().items():
-        if name in ("report", "logprobs", "logprob_ids"):
-            continue  # reports have been copied already
-        if name == "stop_ids":
-            width = min(tensor.shape[1], old.stop_ids.shape[1])
-            tensor[:count].fill_(-1)
-            tensor[:count, :width] = old.stop_ids.index_select(0, source)[:, :width]
-        elif name in before:
+        if name == "report":
+            continue  # it has been copied already
+        if name in before:
             tensor[:count] = before[name].index_select(0, source)
         else:
             tensor[:count].zero_()  # penalty counts, for rows without penalties

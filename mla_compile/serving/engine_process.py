@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mla_compile.engine import Checkpoint, Engine, Grammar
 from mla_compile.engine.request import Request
-from mla_compile.engine.rows import stop_id_places
 from mla_compile.errors import MLAError, is_request_error, request_error
-from mla_compile.sampling_params import SamplingParams
+from mla_compile.sampling_params import MAX_STOP_IDS
 from mla_compile.serving import processes
 from mla_compile.serving.grammars import GrammarThread, compiled
 from mla_compile.serving.messages import (
@@ -150,7 +149,7 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
         engine.model.vocab_size,
         config.max_model_len,
         max_choices=min(MAX_CHOICES, config.max_rows + settings.max_waiting),
-        max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
+        max_stop_token_ids=MAX_STOP_IDS - len(stop_ids),
         drafter=config.drafter.name,
         num_speculative_tokens=config.num_speculative_tokens,
     )
@@ -183,11 +182,10 @@ def _load(settings: ServerSettings) -> _Served:
         **settings.of_checkpoint(),
     )
     engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)
-    if config.compile:
-        for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
-            engine.warm_up(sampling=sampling, stop_ids=checkpoint.stop_ids)
-    else:
+    if config.compile is False or engine.compiles_in_background:
         engine.generate([[0]], max_new_tokens=2)
+    else:
+        engine.warm_up()
     assert checkpoint.tokenizer is not None, "the server checks this"
     return _Served(engine, checkpoint.tokenizer, checkpoint.stop_ids)
 

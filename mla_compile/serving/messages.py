@@ -85,8 +85,7 @@ class ModelLimits:
 
     max_model_len: tokens of a request, prompt included.
     max_choices: completions of a request, over all its prompts.
-    max_stop_token_ids: more than the places of the compiled step (`stop_id_places`, less the model's own stop ids)
-        would recompile it, and all requests would wait.
+    max_stop_token_ids: `MAX_STOP_IDS`, less the model's own stop ids.
     drafter, num_speculative_tokens: the drafter's name and drafts per step, for /v1/models.
     """
 

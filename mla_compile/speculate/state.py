@@ -1,6 +1,7 @@
 """The decode state of a batch: persistent tensors, which a step updates in place at addresses known to its graph."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,8 +34,6 @@ class DecodeState:
         NaN or infinite (else 0), the tokens.
     in_prompt: the ids in the prompt, bool `[rows, vocab]`; num_emitted: how often the text after it has each id, the
         last token included, int32 `[rows, vocab]`. None in a state without penalties.
-    logprobs, logprob_ids: `top_logprobs` of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`. None in a
-        state without log-probabilities.
     history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
         `max_len` tokens; places after the text are undefined. None if no drafter reads it.
 
@@ -61,8 +60,6 @@ class DecodeState:
     report: Tensor
     in_prompt: Tensor | None = None
     num_emitted: Tensor | None = None
-    logprobs: Tensor | None = None
-    logprob_ids: Tensor | None = None
     history: Tensor | None = None
 
     @classmethod
@@ -74,14 +71,12 @@ class DecodeState:
         max_pages: int,
         num_stop_ids: int = 1,
         penalised_vocab: int | None = None,
-        num_logprobs: int | None = None,
         history_len: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
 
         penalised_vocab: the vocabulary's size, if rows may have penalties.
-        num_logprobs: the number of most likely tokens with log-probabilities, besides the chosen one's.
         history_len: maximum tokens of a row, if a drafter reads them.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs update them in place, without copies) and
@@ -99,9 +94,6 @@ class DecodeState:
             if penalised_vocab is not None:
                 optional["in_prompt"] = zeros(rows, penalised_vocab, dtype=torch.bool)
                 optional["num_emitted"] = zeros(rows, penalised_vocab, dtype=torch.int32)
-            if num_logprobs is not None:
-                optional["logprobs"] = zeros(rows, k + 1, 1 + num_logprobs, dtype=torch.float32)
-                optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
             if history_len is not None:
                 optional["history"] = zeros(rows, history_len, dtype=torch.int32)
             state = cls(
@@ -128,6 +120,11 @@ class DecodeState:
         for tensor in state.tensors():
             mark_state_tensor(tensor, 0)
         return state
+
+    @cached_property
+    def without_counts(self) -> "DecodeState":
+        """The same tensors without `in_prompt` and `num_emitted`, so that one compiled call serves both kinds."""
+        return replace(self, in_prompt=None, num_emitted=None) if self.in_prompt is not None else self
 
     def num_rows(self) -> int:
         """The bucket's rows. Asserts for the compiler that all tensors have as many, as each has its own symbol."""

@@ -43,7 +43,6 @@ from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
 from mla_compile.speculate.ngram import record
-from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
 
@@ -66,8 +65,8 @@ class SpeculativeDecoder(nn.Module):
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token per step. States need the same k.
         drafter: a drafter, which all steps over the same states share; or a kind, or a name in `DRAFTERS`, to build
             one. States need a `history` if it reads one.
-        sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
-            log-probabilities are compiled in if the state has tensors for them.
+        sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties are compiled in
+            if the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
     """
 
@@ -184,7 +183,6 @@ class SpeculativeDecoder(nn.Module):
             targets = choose_tokens(
                 state, logits, position, state.drafts, sampled=self.sampled, allowed=allowed
             )
-            self._report_logprobs(state, logits, targets)
             return torch.where(can_choose(logits), targets, NO_TOKEN)
 
     def advance(
@@ -252,13 +250,6 @@ class SpeculativeDecoder(nn.Module):
             rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None].expand_as(tokens)
             # Not `scatter_add_`, for which Inductor copies all counts.
             state.num_emitted.index_put_((rows, tokens), emitted.to(torch.int32), accumulate=True)
-
-    def _report_logprobs(self, state: DecodeState, logits: Tensor, tokens: Tensor) -> None:
-        """Report `top_logprobs` of `tokens` `[rows, n]` from logits `[rows, n, vocab_size]`, if the state has them."""
-        if state.logprobs is not None and state.logprob_ids is not None:
-            logprobs, ids = top_logprobs(logits, tokens, state.logprobs.shape[2] - 1)
-            state.logprobs.copy_(logprobs)
-            state.logprob_ids.copy_(ids)
 
     def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
         """The number of `targets` that each row emits, int32 `[rows]`, and the rows that go on.

@@ -120,7 +120,9 @@ def test_every_step_is_compiled_and_few_graphs_serve_all(monkeypatch: pytest.Mon
     before = compile_counters()["graphs"]
     assert arrive(mine) == expected
     assert mine.stats.num_mixed_steps > 0
-    assert compile_counters()["graphs"] - before == 2, "a step, and one with prompts"
+    assert compile_counters()["graphs"] - before == 4, (
+        "the three parts of a step, and the first of one with prompts"
+    )
     assert eager == []
 
 

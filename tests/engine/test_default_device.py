@@ -121,7 +121,7 @@ def test_a_step_is_one_graph_whatever_the_default_device() -> None:
     model, k = one_layer_model(), 1
     allocate(model.cache_specs(), 9, 4)
     decoder = SpeculativeDecoder(model, k, page_size=4, sampled=True)
-    state = DecodeState.allocate(2, k, max_pages=4, penalised_vocab=40, num_logprobs=5)
+    state = DecodeState.allocate(2, k, max_pages=4, penalised_vocab=40)
     graphs = []
     for device in ("cpu", "meta"):
         with torch.device(device):

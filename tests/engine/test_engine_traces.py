@@ -19,7 +19,7 @@ from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Scheduler
-from mla_compile.engine.variants import Variant
+from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
 from tests.engine.toy_engine import Arrival, Trace, batch_invariant_traces, check_traces, traces
@@ -87,7 +87,7 @@ def rows_stay_active(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_state_serves_every_kind_of_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Variant, "serves", lambda self, other: True)
+    patch.setattr(SamplingParams, "is_argmax", True)
 
 
 def penalties_forget_what_a_preempted_row_has_said(patch: pytest.MonkeyPatch) -> None:

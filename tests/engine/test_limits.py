@@ -46,7 +46,6 @@ def test_the_length_and_the_ids_of_requests_are_those_of_the_model(seed: int) ->
     expected = rf"token ids in \[0, {vocab_size}\), got {wrong[0]}" if wrong else ""
     calls = {
         "stop_ids": lambda: engine.add([0], max_new_tokens=1, stop_ids=ids),
-        "warm_up": lambda: engine.warm_up(stop_ids=ids),
     }
     if min(ids) >= 0:
         params = SamplingParams(stop_token_ids=ids)

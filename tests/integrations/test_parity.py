@@ -93,7 +93,7 @@ def test_drafts_do_not_pass_the_number_of_new_tokens(steps):
 def test_greedy_tokens_of_a_compiled_model_are_those_of_stock(family):
     model = stock_model(family)
     expected = stock.greedy(model, prompts(), STEPS)
-    accelerate(model)
+    accelerate(model, compile=True)
     assert stock.greedy(model, prompts(), STEPS) == expected
 
 
@@ -104,7 +104,7 @@ def test_greedy_tokens_of_a_compiled_model_are_those_of_stock(family):
 def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_of_stock(family):
     model = stock_model(family, n_group=1, topk_group=1, num_hidden_layers=2)
     expected = stock.greedy(model, prompts(), STEPS)
-    accelerate(model)
+    accelerate(model, compile=True)
     assert stock.greedy(model, prompts(), STEPS) == expected
 
 
@@ -112,6 +112,6 @@ def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_o
 @pytest.mark.usefixtures("lowering")
 def test_greedy_tokens_of_a_compiled_model_with_drafts_are_those_of_stock():
     model, mtp, expected = with_mtp("deepseek_v3")
-    accelerate(model, num_speculative_tokens=1, mtp=mtp)
+    accelerate(model, num_speculative_tokens=1, mtp=mtp, compile=True)
     assert stock.greedy(model, prompts(), STEPS) == expected
     assert stock.greedy(model, prompts()[:1], STEPS) == expected[:1]

@@ -175,7 +175,9 @@ def inductor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 )
 @pytest.mark.usefixtures("inductor")
 def test_an_engines_tokens_are_those_of_the_dequantised_model(checkpoint: Path, k: int) -> None:
-    engine = Engine(load_model(checkpoint), num_speculative_tokens=k, max_rows=2, max_model_len=64)
+    engine = Engine(
+        load_model(checkpoint), num_speculative_tokens=k, max_rows=2, max_model_len=64, compile=True
+    )
     plain = Engine(
         load_model(checkpoint, dequantize=True),
         num_speculative_tokens=0,

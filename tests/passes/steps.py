@@ -39,7 +39,9 @@ def speculative_step() -> tuple[fx.GraphModule, Sequence[Any]]:
 def check_greedy_tokens(model: nn.Module, *, batch_invariant: bool = False) -> None:
     """A speculative engine, with steps that mix prompts and drafts, gives the tokens of plain decoding."""
     settings = {"max_rows": 2, "max_model_len": 64, "page_size": 4}
-    engine = Engine(model, num_speculative_tokens=2, batch_invariant=batch_invariant, **settings)
+    engine = Engine(
+        model, num_speculative_tokens=2, batch_invariant=batch_invariant, compile=True, **settings
+    )
     prompts, requests = [[1, 2, 3], [4, 5]], []
     for prompt in prompts:
         requests.append(engine.add(prompt, max_new_tokens=12))

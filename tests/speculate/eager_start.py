@@ -25,7 +25,6 @@ def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[in
     logits = model.logits(hidden)[:, None]
     first = choose_tokens(state, logits, torch.tensor([[n]]), state.drafts[:, :0], sampled=decoder.sampled)
     # What a mixed step does with a first token, which no public call does alone.
-    decoder._report_logprobs(state, logits, first)
     decoder._count_emitted(state, first, torch.ones(1, dtype=torch.int32))
     state.active[0] = bool((first != state.stop_ids).all()) and n + 1 < int(state.max_len[0])
     if isinstance(decoder.drafter, MtpDrafter):

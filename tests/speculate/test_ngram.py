@@ -175,7 +175,7 @@ def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering")
-def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
+def test_compiled_steps_give_the_tokens_of_eager_ones_in_two_graphs() -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 4, "max_model_len": 64}
     compiled = ngram_engine(repeating(torch.float32), 3, compile=True, **settings)
@@ -184,7 +184,7 @@ def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
         got, expected = (e.generate(PROMPTS[:rows], max_new_tokens=40) for e in (compiled, plain))
         assert tokens(got) == tokens(expected), f"{rows} rows"
         assert min(completion.acceptance_length for completion in got) > 2
-    assert compile_counters()["graphs"] == 1
+    assert compile_counters()["graphs"] == 2
 
 
 @pytest.mark.slow
