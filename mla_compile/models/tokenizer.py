@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mla_compile.errors import MLAError, first_line, is_request_error
+from mla_compile.hub import find_checkpoint
 from mla_compile.models.files import plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
 from mla_compile.progress import announce_if_slow
@@ -93,10 +94,12 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     No code of the checkpoint runs, whatever its files contain; docs/checkpoints.md lists what is read. None if the
     directory has no tokenizer.
 
+    path: a directory, or ORG/NAME of a model in the local Hugging Face cache.
+
     Raises:
         MLAError: no such directory; a tokenizer that is code, or in another format; files that cannot be read.
     """
-    directory = Path(path)
+    directory = find_checkpoint(path)
     if not directory.is_dir():
         raise MLAError(str(directory), "a directory in Hugging Face format", "no such directory")
     config = read_object(directory, _CONFIG, most=_MAX_CONFIG) or {}

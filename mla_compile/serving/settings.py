@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mla_compile.defaults import SHIPPED_MODEL, setting
 from mla_compile.engine_settings import CheckpointSettings
 from mla_compile.errors import MLAError
+from mla_compile.hub import find_checkpoint, model_name
 
 if TYPE_CHECKING:
     from mla_compile.engine.config import EngineConfig
@@ -24,7 +25,7 @@ class ServerSettings(CheckpointSettings):
     """The settings of a server: of its checkpoint, on the CPU by default, these, and the flags below.
 
     Args:
-        model: a directory in Hugging Face format.
+        model: a directory in Hugging Face format, or ORG/NAME of a model in the local Hugging Face cache.
         engine: settings of the engine.
         allowed_hosts: accepted names in `Host`; `localhost` is any name of this machine, "*" any name. Empty: not
             checked. The command adds `localhost` if it listens on this machine only.
@@ -50,7 +51,11 @@ class ServerSettings(CheckpointSettings):
     grammar_seconds: float = 5.0
     grammar_bytes: int = 2**31
     served_model_name: str = setting(
-        "", "serve", "The model's name in requests.", metavar="NAME", show_default="the directory's name"
+        "",
+        "serve",
+        "The model's name in requests.",
+        metavar="NAME",
+        show_default="ORG/NAME, or the directory's name",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -99,8 +104,9 @@ class ServerSettings(CheckpointSettings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", self.device or "cpu")
+        object.__setattr__(self, "model", find_checkpoint(self.model, "model"))
         if not self.served_model_name:
-            object.__setattr__(self, "served_model_name", self.model.resolve().name)
+            object.__setattr__(self, "served_model_name", model_name(self.model))
         if not self.served_model_name.isprintable():  # it is logged
             raise MLAError("served_model_name", "printable characters", repr(self.served_model_name))
         for host in self.allowed_hosts:
