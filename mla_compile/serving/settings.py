@@ -57,6 +57,13 @@ class ServerSettings(CheckpointSettings):
         metavar="NAME",
         show_default="ORG/NAME, or the directory's name",
     )
+    chat_template: Path | None = setting(
+        None,
+        "serve",
+        "A Jinja template that makes a prompt of a chat's messages.",
+        metavar="FILE",
+        show_default="the tokenizer's",
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "serve",
@@ -105,10 +112,13 @@ class ServerSettings(CheckpointSettings):
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", self.device or "cpu")
         object.__setattr__(self, "model", find_checkpoint(self.model, "model"))
-        if not self.served_model_name:
-            object.__setattr__(self, "served_model_name", model_name(self.model))
+        object.__setattr__(self, "served_model_name", self.served_model_name or model_name(self.model))
         if not self.served_model_name.isprintable():  # it is logged
             raise MLAError("served_model_name", "printable characters", repr(self.served_model_name))
+        if self.chat_template is not None:
+            from mla_compile.serving.chat_templates import read_chat_template
+
+            read_chat_template(self.chat_template)  # errors come before the model is loaded
         for host in self.allowed_hosts:
             if not re.fullmatch(r"[a-z0-9_.-]+|(?=.*:.*:)[a-f0-9:.]+|\*", host):
                 expected = "names or addresses in lower case, without a port, like example.com, or *"

@@ -22,7 +22,7 @@ def misspell(rng: random.Random, name: str) -> str:
     if rng.random() < 0.3 or len(letters) < 4:
         spelled = rng.choice([name.replace("-", "_"), name.upper(), name.title(), name.lstrip("-")])
         return rng.choice(["-", "--"]) + spelled.lstrip("-_") if name.startswith("-") else spelled
-    for _ in range(1 + (len(letters) > 9)):
+    for _ in range(1 + (len(letters) > 13)):
         i = rng.randrange(len(letters) - 1)
         letter = rng.choice(string.ascii_lowercase)
         match rng.choice(["drop", "double", "insert", "replace", "swap"]):
