@@ -10,6 +10,7 @@ _ELSEWHERE = {
     "--api-key-file": "api-key",
     "--batch-invariant": "deterministic enable-deterministic-inference",
     "--capture-budget": "cuda-graph-sizes cudagraph-capture-sizes cuda-graph-max-bs",
+    "--chat-template": "chat-template-file",
     "--decode-backend": "attention-backend",
     "--device": "gpu main-gpu device-id",
     "--drafter": "speculative-config speculative-algorithm speculative-model model-draft spec-type",

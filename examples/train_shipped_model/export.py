@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpLayer
 
 SHARDS = 2
+CHAT_TEMPLATE = Path(__file__).parents[2] / "mla_compile" / "models" / "shipped" / "chat_template.jinja"
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -76,6 +77,7 @@ def save_tokenizer(file: Path, folder: Path, max_length: int) -> None:
         eos_token=END_OF_TEXT,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE.read_text("utf-8"),
     )
     tokenizer.save_pretrained(folder)
 

@@ -10,12 +10,17 @@ from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
 from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL
 from mla_compile.engine_settings import CheckpointSettings, EngineFields
 from mla_compile.errors import MLAError
+from mla_compile.hub import find_checkpoint
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving.settings import ServerSettings
 
 Model = Annotated[
     Path,
-    Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    Option(
+        metavar="DIR",
+        help="Checkpoint in Hugging Face format; or ORG/NAME, a model in the local Hugging Face cache.",
+        show_default="the shipped model",
+    ),
 ]
 
 
@@ -73,7 +78,7 @@ def generate(
     if settings["batch_invariant"] and settings["compile"] is False:
         raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "use only one of the two")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
-    _check_directory(model)
+    model = _directory(model)
     prompts = read_prompts(prompt, input_file, sampling)
     if prompt is not None and sampling.logprobs is not None and output_file is None:
         expected = "an output file for JSON lines"
@@ -121,7 +126,7 @@ def inspect(
         raise MLAError("--prefill-tokens", "0 with --step, which only decodes", prefill_tokens)
     if output is not None and output.suffix.lower() != ".svg":
         raise MLAError("--output", "a file name that ends in .svg", output)
-    _check_directory(model)
+    model = _directory(model)
     import torch
 
     from mla_compile.explanation.inspect import inspect_forward, inspect_step
@@ -178,7 +183,7 @@ def demo(
 
     Exit code 1 if the tokens differ.
     """
-    _check_directory(model)
+    model = _directory(model)
     from mla_compile.cli.demo import compare
 
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
@@ -220,7 +225,7 @@ def serve(
     Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
     Needs `pip install '.[serve]'` in the clone.
     """
-    _check_directory(model)
+    model = _directory(model)
     from mla_compile.cli.serve import serve_checkpoint
 
     serve_checkpoint(
@@ -239,7 +244,12 @@ def serve(
 )
 def plan(
     model: Annotated[
-        Path, Argument(metavar="MODEL_DIR", help="A directory with the config.json of a checkpoint.")
+        Path,
+        Argument(
+            metavar="MODEL_DIR",
+            help="A directory with the config.json of a checkpoint; or ORG/NAME, a model in the local Hugging Face "
+            "cache.",
+        ),
     ],
     *,
     gpus: Annotated[int, Option(metavar="N", min=1, help="GPUs that share one model.")] = 1,
@@ -260,7 +270,7 @@ def plan(
 
     Exit code 1 if it does not fit.
     """
-    _check_directory(model, "MODEL_DIR")
+    model = _directory(model, "MODEL_DIR")
     from mla_compile.cli.plan import PlanRequest, print_plan
 
     request = PlanRequest(model=model, gpus=gpus, settings=taken(settings, EngineFields), **settings)
@@ -268,8 +278,11 @@ def plan(
         raise Exit(1)
 
 
-def _check_directory(model: Path, argument: str = "--model") -> None:
-    if not model.is_dir():
+def _directory(model: Path, argument: str = "--model") -> Path:
+    """The directory of a checkpoint that is given as one, or by its name in the Hugging Face cache."""
+    directory = find_checkpoint(model, argument)
+    if not directory.is_dir():
         hint = "give a directory in Hugging Face format"
         found = "a file" if model.is_file() else "no such directory"
         raise MLAError(f"{argument} {model}", "a checkpoint's directory", found, hint)
+    return directory

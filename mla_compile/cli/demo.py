@@ -10,6 +10,7 @@ import typer
 from mla_compile.cli.machine import cannot_compile
 from mla_compile.defaults import DEFAULT_DRAFTS
 from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine
+from mla_compile.hub import model_name
 
 PROMPTS = ("Psalms 23\n\n", "def join(path, *paths):\n")
 
@@ -30,7 +31,7 @@ def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
     checkpoint = Checkpoint.load(model, mtp=True)
     size = sum(parameter.numel() for parameter in checkpoint.model.parameters()) / 1e6
     layers = f"{checkpoint.model.arch.num_layers} layers and an MTP layer"
-    typer.echo(f"{model.resolve().name}: {layers}, {size:.1f} M parameters, float32, CPU, greedy")
+    typer.echo(f"{model_name(model)}: {layers}, {size:.1f} M parameters, float32, CPU, greedy")
     prompts = [checkpoint.encode(prompt) for prompt in PROMPTS]
     # A cold compile takes most of a minute; the uncompiled run before it shows text at once, and the speedup.
     kinds = (

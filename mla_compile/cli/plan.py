@@ -14,6 +14,7 @@ from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings, with_drafts
 from mla_compile.errors import MLAError
+from mla_compile.hub import model_name
 from mla_compile.models.checkpoint import meta_model, names_mtp, read_config
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
@@ -117,7 +118,7 @@ def _head(request: PlanRequest) -> Iterator[str]:
 
     word, unit = ("billion", 10**9) if count(model) >= 10**8 else ("million", 10**6)
     mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them in the MTP layer"
-    yield f"{request.model.resolve().name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
+    yield f"{model_name(request.model)}: {count(model) / unit:.1f} {word} parameters, {mtp}"
     parallel = "whole experts" if request.expert_parallel else "each expert"
     among = f", divided by heads, {parallel} and vocabulary" if request.gpus > 1 else ""
     yield f"On each of {request.gpus} GPUs{among}:" if request.gpus > 1 else "On one GPU:"

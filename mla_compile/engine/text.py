@@ -66,7 +66,7 @@ class Checkpoint:
         tensor_parallel_size: int = 1,
         expert_parallel: bool = False,
     ) -> "Checkpoint":
-        """Load a directory in Hugging Face format; other arguments and errors are those of `load_model`.
+        """Load a checkpoint; other arguments and errors are those of `load_model`.
 
         Args:
             tokenizer: a directory with the tokenizer to use, for example if the checkpoint's own is code.
@@ -90,11 +90,11 @@ class Checkpoint:
         directory = directory_of(path)
         config, _ = read_config(directory)
         stop_ids = _stop_ids(directory, config.eos_token_id, config.vocab_size)
-        found = _tokenizer(path, tokenizer, text=text)
+        found = _tokenizer(directory, tokenizer, text=text)
         settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
         parallel = None
         if size > 1:
-            whole = open_checkpoint(path, dtype=dtype, **settings)[0]
+            whole = open_checkpoint(directory, dtype=dtype, **settings)[0]
             check_divisible(whole, size, expert_parallel=expert_parallel, argument="tensor_parallel_size")
             parallel = start_ranks(
                 size,
@@ -104,7 +104,7 @@ class Checkpoint:
                 dtype=str(dtype).removeprefix("torch."),
                 **settings,
             )
-        model = load_model(path, dtype=dtype, device=device, parallel=parallel, **settings)
+        model = load_model(directory, dtype=dtype, device=device, parallel=parallel, **settings)
         return cls(model, found, stop_ids)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
@@ -220,7 +220,8 @@ def generate(
 
     Args:
         prompts: texts, or token ids `[tokens]` each.
-        model: a directory in Hugging Face format; by default the small model that comes with the package.
+        model: a directory in Hugging Face format, or ORG/NAME of a model in the local Hugging Face cache; by default
+            the small model that comes with the package.
         tokenizer: a directory with the tokenizer to use, if the model's own is code, which is never run. Without a
             tokenizer prompts are token ids, and completions have no text.
         max_new_tokens: maximum new tokens per prompt; a prompt's `SamplingParams.max_tokens` takes precedence.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mla_compile.errors import MLAError, first_line
+from mla_compile.hub import download_hint, find_checkpoint
 from mla_compile.models import fp8
 from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
@@ -59,7 +60,7 @@ def load_model(
     docs/checkpoints.md says what loading a checkpoint may do.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or ORG/NAME of a model in the local Hugging Face cache.
         dtype: of weights, except FP8 ones, and of the computation; the routers' correction biases stay float32.
         device: of the weights, which are moved one at a time.
         mtp: whether to have the MTP layer; None: if the checkpoint holds its tensors, regardless of its config.
@@ -118,7 +119,7 @@ def meta_model(
     Raises:
         MLAError: as `load_model` for the config and these arguments.
     """
-    config, block = read_config(Path(path))
+    config, block = read_config(directory_of(path))
     _check_quantize(quantize, dequantize, block)
     with torch.device("meta"):
         model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp).to(dtype)
@@ -176,10 +177,14 @@ def open_checkpoint(
 
 
 def directory_of(path: object) -> Path:
-    """A checkpoint's directory as a `Path`. Raises `MLAError` unless `path` is a str or a path."""
+    """A checkpoint's directory: `path`, or the snapshot of the model that it names in the Hugging Face cache.
+
+    Raises:
+        MLAError: `path` is neither a str nor a path; the cache has no such model.
+    """
     if not isinstance(path, str | PathLike):
         raise MLAError("path", "a checkpoint's directory", f"{path!r:.80}")
-    return Path(path)
+    return find_checkpoint(Path(path))
 
 
 def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
@@ -192,7 +197,8 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     raw = read_object(directory, CONFIG, most=MAX_CONFIG) if directory.is_dir() else None
     if raw is None:
         got = "none" if directory.is_dir() else "no such directory"
-        raise MLAError(str(file), "a checkpoint's config", got, "use a directory in Hugging Face format")
+        hint = download_hint(directory, "use a directory in Hugging Face format")
+        raise MLAError(str(file), "a checkpoint's config", got, hint)
     prefix = f"{file}: "
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in SAME_AS:

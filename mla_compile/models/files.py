@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import MLAError
+from mla_compile.hub import download_hint, repository_of
 
 _PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 _SHARED_BLOB = re.compile(
@@ -31,7 +32,7 @@ def plain_file(directory: Path, name: str) -> Path | None:
     except FileNotFoundError as error:
         if not file.is_symlink():
             return None
-        raise MLAError(str(file), "a file", "a broken link", "download it again") from error
+        raise MLAError(str(file), "a file", "a broken link", download_hint(directory)) from error
     except (OSError, RuntimeError) as error:  # pathlib raises a RuntimeError for a loop of links
         raise MLAError(str(file), "a readable file", error) from error
     if not _belongs(real, directory.resolve()):
@@ -50,7 +51,7 @@ def _belongs(real: Path, directory: Path) -> bool:
     """
     if real.is_relative_to(directory):
         return True
-    if directory.parent.name != "snapshots" or not directory.parents[1].name.startswith("models--"):
+    if repository_of(directory) is None:
         return False
     repository, cache = directory.parents[1:3]
     shared = _SHARED_BLOB.fullmatch(real.name) and real.parent == cache / "blobs" / real.name[:2]

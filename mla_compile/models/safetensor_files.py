@@ -1,6 +1,7 @@
 """A checkpoint's safetensors files as one table of named tensors."""
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.hub import download_hint
 from mla_compile.models.files import parse_object, plain_file, read_object
 from mla_compile.models.sharding import Division
 
@@ -18,8 +20,8 @@ INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Float dtypes of weights, by safetensors' names."""
 FLOAT8 = "F8_E4M3"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
-_HINT = "download it again"
 _MAX_INDEX = 2**28  # bytes
 _MAX_HEADER = 100_000_000  # bytes, as in safetensors
 
@@ -63,7 +65,9 @@ class SafetensorFiles:
                     header = file.get_slice(tensor)
                     self.entries[tensor] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
             except (OSError, SafetensorError) as error:
-                raise MLAError(str(path), "a readable safetensors file", error, _HINT) from error
+                raise MLAError(
+                    str(path), "a readable safetensors file", error, download_hint(directory)
+                ) from error
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU; its memory is the file's, mapped."""
@@ -88,8 +92,9 @@ def _files(directory: Path) -> dict[str, Path]:
     found = {name: plain_file(directory, name) for name in _names(directory)}
     missing = [name for name, real in found.items() if real is None]
     if missing:
-        hint = f"{_HINT}; files that are missing: {len(missing)} of {len(found)}"
-        raise MLAError(str(directory / missing[0]), f"the file that {INDEX} names", "none", hint)
+        hint = f"{download_hint(directory)}; files that are missing: {len(missing)} of {len(found)}"
+        expected = f"the file that {INDEX} names" if (directory / INDEX).exists() else "this shard too"
+        raise MLAError(str(directory / missing[0]), expected, "none", hint)
     return {name: real for name, real in found.items() if real is not None}
 
 
@@ -104,10 +109,12 @@ def _names(directory: Path) -> list[str]:
         return ["model.safetensors"]
     names = sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:
-        raise MLAError(
-            str(directory), "at least one .safetensors file", "none", "convert the checkpoint first"
-        )
-    return names
+        hint = download_hint(directory, "convert the checkpoint first")
+        raise MLAError(str(directory), "at least one .safetensors file", "none", hint)
+    # Without an index, the names of shards tell how many there are.
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    all_shards = {f"{s[1]}-{i:05}-of-{s[3]}.safetensors" for s in shards for i in range(1, int(s[3]) + 1)}
+    return sorted({*names, *all_shards})
 
 
 def _check_header(real: Path, path: Path) -> None:

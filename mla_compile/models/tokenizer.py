@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mla_compile.errors import MLAError, first_line, is_request_error
+from mla_compile.hub import find_checkpoint
 from mla_compile.models.files import plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
 from mla_compile.progress import announce_if_slow
@@ -82,6 +83,7 @@ _SETTINGS: dict[str, Rule] = {
     "clean_up_tokenization_spaces": FLAG,
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": FLAG,
     "split_special_tokens": FLAG,
+    "add_bos_token": FLAG,
     "model_max_length": Rule("a number >= 1", lambda value: type(value) in (int, float) and value >= 1),  # type: ignore[operator]
 }
 
@@ -93,10 +95,12 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     No code of the checkpoint runs, whatever its files contain; docs/checkpoints.md lists what is read. None if the
     directory has no tokenizer.
 
+    path: a directory, or ORG/NAME of a model in the local Hugging Face cache.
+
     Raises:
         MLAError: no such directory; a tokenizer that is code, or in another format; files that cannot be read.
     """
-    directory = Path(path)
+    directory = find_checkpoint(path)
     if not directory.is_dir():
         raise MLAError(str(directory), "a directory in Hugging Face format", "no such directory")
     config = read_object(directory, _CONFIG, most=_MAX_CONFIG) or {}
@@ -164,6 +168,7 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
             tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
                 path, local_files_only=True
             )
+        _set_bos(tokenizer, files[_CONFIG].get("add_bos_token"))
     except MLAError:
         raise
     except BaseException as error:  # tokenizers raises bare `Exception` for a malformed file, and panics
@@ -173,6 +178,24 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
         raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _HINT) from error
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer
+
+
+def _set_bos(tokenizer: "PreTrainedTokenizerBase", wanted: bool | None) -> None:
+    """Begin texts with the BOS token, or not, as tokenizer_config.json says; None leaves it to tokenizer.json.
+
+    transformers 5 ignores `add_bos_token` beside a tokenizer.json, and DeepSeek's has only this flag for it.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    token, token_id = tokenizer.bos_token, tokenizer.bos_token_id
+    if wanted is None or token_id is None or wanted == (tokenizer("")["input_ids"][:1] == [token_id]):
+        return
+    # Not by transformers' setter, which reads the token's text as a part of the template.
+    bos = {"id": "BOS", "ids": [token_id], "tokens": [token]}
+    first = "BOS " * wanted
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first}$A", pair=f"{first}$A $B", special_tokens=[bos] * wanted
+    )
 
 
 def _copies(files: dict[str, str]) -> "TemporaryDirectory[str]":

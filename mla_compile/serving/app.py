@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models import load_tokenizer
+from mla_compile.serving.chat_templates import read_chat_template
 from mla_compile.serving.engine_client import Answer, EngineClient
 from mla_compile.serving.failures import BadRequest, Failure, NotReady
 from mla_compile.serving.grammars import GrammarCheck
@@ -83,6 +84,8 @@ class Server:
         tokenizer = load_tokenizer(settings.tokenizer or settings.model)
         if tokenizer is None:
             raise MLAError("tokenizer", "a checkpoint with a tokenizer, to serve text", "none")
+        if settings.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(settings.chat_template)
         self._vocabulary = Vocabulary(tokenizer)
         self._client = EngineClient(settings)
         self._grammars = GrammarCheck(settings)

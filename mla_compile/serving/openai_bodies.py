@@ -37,7 +37,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -147,6 +146,7 @@ class Message(Body):
     tool_calls: Nothing = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
@@ -171,6 +171,7 @@ class SamplingBody(Body):
     n: int | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -191,12 +192,16 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     add_special_tokens: bool = True
 
 

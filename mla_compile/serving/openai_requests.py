@@ -13,6 +13,7 @@ from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models.files import RepeatedKey, without_repeats
 from mla_compile.sampling_params import SamplingParams
+from mla_compile.serving.chat_templates import template_variables
 from mla_compile.serving.failures import BadRequest
 from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits
 from mla_compile.serving.openai_bodies import (
@@ -90,7 +91,10 @@ def parse_completion(
         expected = f"at most {limits.max_choices} choices over all prompts"
         raise BadRequest(f"n: expected {expected}, got {choices}", "n")
     prompts = [
-        _encode(tokenizer, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in asked.prompt
+        _encode(tokenizer, prompt, "prompt", special=asked.add_special_tokens is not False)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in asked.prompt
     ]
     wanted = 16 if asked.max_tokens is None else asked.max_tokens
     return _asked(asked, params, prompts, wanted, limits)
@@ -111,7 +115,7 @@ def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: Mod
     params = _params(asked, (asked.top_logprobs or 0) if asked.logprobs else None, limits)
     if params.n > limits.max_choices:
         raise BadRequest(f"n: expected at most {limits.max_choices}, got {params.n}", "n")
-    prompt = _encode_chat(tokenizer, asked.messages)
+    prompt = _encode_chat(tokenizer, asked, asked.messages)
     wanted = asked.max_tokens or asked.max_completion_tokens or limits.max_model_len
     return _asked(asked, params, [prompt], wanted, limits)
 
@@ -128,7 +132,7 @@ def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits:
     if asked.prompt is not None and asked.messages is None:
         return _encode(tokenizer, asked.prompt, "prompt", special=asked.add_special_tokens)
     if asked.messages is not None and asked.prompt is None:
-        return _encode_chat(tokenizer, asked.messages)
+        return _encode_chat(tokenizer, asked, asked.messages)
     raise BadRequest("prompt: expected one of prompt and messages", "prompt")
 
 
@@ -244,20 +248,27 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, speci
         raise BadRequest(str(error), name) from None
 
 
-def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
+def _encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", asked: ChatBody | TokenizeBody, messages: list[Message]
+) -> list[int]:
+    """The tokens of the template's text. A template writes its own BOS, so none is added unless asked for."""
     if tokenizer.chat_template is None:
-        hint = "use /v1/completions"
+        hint = "use /v1/completions, or start the server with --chat-template FILE"
         raise BadRequest(f"messages: the model's tokenizer has no chat template; {hint}", "messages")
     given = [
         message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
     ]
     try:
-        text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
+        variables = template_variables(tokenizer, asked.chat_template_kwargs or {}, asked.reasoning_effort)
+        text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False, **variables)
+    except BadRequest:
+        raise
     except BaseException as error:  # a template is a program that rejects messages by raising
         raise _refused_by("chat template", "messages", error) from None
     if not isinstance(text, str):
         raise BadRequest("messages: the model's chat template did not return text", "messages")
-    return _encode(tokenizer, text, "messages", special=False)
+    special = isinstance(asked, ChatBody) and bool(asked.add_special_tokens)
+    return _encode(tokenizer, text, "messages", special=special)
 
 
 def _refused_by(what: str, name: str, error: BaseException) -> BadRequest:

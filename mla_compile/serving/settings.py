@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mla_compile.defaults import SHIPPED_MODEL, setting
 from mla_compile.engine_settings import CheckpointSettings
 from mla_compile.errors import MLAError
+from mla_compile.hub import find_checkpoint, model_name
 
 if TYPE_CHECKING:
     from mla_compile.engine.config import EngineConfig
@@ -24,7 +25,7 @@ class ServerSettings(CheckpointSettings):
     """The settings of a server: of its checkpoint, on the CPU by default, these, and the flags below.
 
     Args:
-        model: a directory in Hugging Face format.
+        model: a directory in Hugging Face format, or ORG/NAME of a model in the local Hugging Face cache.
         engine: settings of the engine.
         allowed_hosts: accepted names in `Host`; `localhost` is any name of this machine, "*" any name. Empty: not
             checked. The command adds `localhost` if it listens on this machine only.
@@ -50,7 +51,18 @@ class ServerSettings(CheckpointSettings):
     grammar_seconds: float = 5.0
     grammar_bytes: int = 2**31
     served_model_name: str = setting(
-        "", "serve", "The model's name in requests.", metavar="NAME", show_default="the directory's name"
+        "",
+        "serve",
+        "The model's name in requests.",
+        metavar="NAME",
+        show_default="ORG/NAME, or the directory's name",
+    )
+    chat_template: Path | None = setting(
+        None,
+        "serve",
+        "A Jinja template that makes a prompt of a chat's messages.",
+        metavar="FILE",
+        show_default="the tokenizer's",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -99,10 +111,14 @@ class ServerSettings(CheckpointSettings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", self.device or "cpu")
-        if not self.served_model_name:
-            object.__setattr__(self, "served_model_name", self.model.resolve().name)
+        object.__setattr__(self, "model", find_checkpoint(self.model, "model"))
+        object.__setattr__(self, "served_model_name", self.served_model_name or model_name(self.model))
         if not self.served_model_name.isprintable():  # it is logged
             raise MLAError("served_model_name", "printable characters", repr(self.served_model_name))
+        if self.chat_template is not None:
+            from mla_compile.serving.chat_templates import read_chat_template
+
+            read_chat_template(self.chat_template)  # errors come before the model is loaded
         for host in self.allowed_hosts:
             if not re.fullmatch(r"[a-z0-9_.-]+|(?=.*:.*:)[a-f0-9:.]+|\*", host):
                 expected = "names or addresses in lower case, without a port, like example.com, or *"

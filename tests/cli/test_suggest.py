@@ -22,7 +22,7 @@ def misspell(rng: random.Random, name: str) -> str:
     if rng.random() < 0.3 or len(letters) < 4:
         spelled = rng.choice([name.replace("-", "_"), name.upper(), name.title(), name.lstrip("-")])
         return rng.choice(["-", "--"]) + spelled.lstrip("-_") if name.startswith("-") else spelled
-    for _ in range(1 + (len(letters) > 9)):
+    for _ in range(1 + (len(letters) > 13)):
         i = rng.randrange(len(letters) - 1)
         letter = rng.choice(string.ascii_lowercase)
         match rng.choice(["drop", "double", "insert", "replace", "swap"]):
@@ -59,8 +59,8 @@ def test_a_word_unlike_any_name_leads_to_nothing(seed):
             assert suggestions(f"--{word}", names) == [], word
 
 
-FOREIGN = """trust-remote-code load-format swap-space chat-template disable-log-requests threads mlock lora-modules
-    rope-scaling hf-token revision ssl-keyfile tool-call-parser kv-cache-dtype mirostat"""
+FOREIGN = """trust-remote-code load-format swap-space enable-auto-tool-choice disable-log-requests threads mlock
+    lora-modules rope-scaling hf-token revision ssl-keyfile tool-call-parser kv-cache-dtype mirostat"""
 
 
 @pytest.mark.parametrize("names", PLACES, ids=[*NAMES, "commands"])

@@ -20,12 +20,15 @@ from mla_compile import backend
 from mla_compile.cli.app import app
 from tests.cli.conftest import END_ID, save_byte_tokenizer
 from tests.examples.pages import ROOT, Block, blocks_of, commands_of, pages
+from tests.models.hub_cache import snapshot_of
 from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
 
 PRINTED = re.compile(r"^print\(.*\)  # (\d[\d.]*)\b", re.MULTILINE)
 """A comment behind a print that begins with a number: what it prints."""
 NEW_TOKENS = "4"
 """Of a command that does not say: its text is no concern of these tests."""
+DOWNLOADED = "zai-org/GLM-4.7-Flash"
+"""A model that a page downloads."""
 FILES = {
     "prompts.jsonl": '{"prompt": "Once", "max_tokens": 3, "temperature": 0.7}\n{"prompt_token_ids": [1, 2]}\n',
     "schema.json": '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}',
@@ -49,6 +52,8 @@ def reader(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A reader's folder, with the files that the examples name."""
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "checkpoint").symlink_to(checkpoint)
+    snapshot_of(checkpoint, tmp_path / "hub", DOWNLOADED)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -232,6 +237,10 @@ def is_a_launch_of_torch(words: list[str], _: pytest.MonkeyPatch) -> None:
     assert words[1:3] == ["--standalone", "--nproc-per-node"] and words[4:] == ["program.py"], words
 
 
+def is_a_download(words: list[str], _: pytest.MonkeyPatch) -> None:
+    assert words[2:] == [DOWNLOADED], words
+
+
 def is_an_example(words: list[str], _: pytest.MonkeyPatch) -> None:
     assert (ROOT / words[1]).is_file() and words[1].startswith("examples/"), words[1]
 
@@ -248,6 +257,7 @@ RULES: dict[tuple[str, ...], Rule] = {
     ("pip", "install"): is_an_extra,
     (".", ".venv/bin/activate"): lambda words, _: None,
     ("torchrun",): is_a_launch_of_torch,
+    ("hf", "download"): is_a_download,
     ("curl",): lambda words, _: None,  # tests/serving runs it
     ("python", "-m", "pytest"): is_a_test,
     **{

@@ -17,9 +17,10 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from mla_compile import MLAError, load_model, load_tokenizer
+from mla_compile import MLAError, load_model
 from mla_compile.engine import Checkpoint
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
+from tests.models.hub_cache import snapshot_of
 
 TENSORS = {
     "a": torch.arange(12.0).view(3, 4),
@@ -268,33 +269,19 @@ def test_links_inside_the_directory_are_followed(copy):
     load_model(copy.parent / "link")
 
 
-def hugging_face_cache(checkpoint: Path, cache: Path, *, shared: bool) -> Path:
-    """The checkpoint as `snapshot_download` stores it, with the store that repositories share or without."""
-    repository = cache / "models--some--model"
-    snapshot = repository / "snapshots" / "0123abcd"
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    for number, file in enumerate(sorted(checkpoint.iterdir())):
-        blob = repository / "blobs" / f"{number:064x}"
-        shutil.copy(file, blob)
-        if shared and file.suffix == ".safetensors":
-            store = cache / "blobs" / blob.name[:2] / blob.name
-            store.parent.mkdir(parents=True, exist_ok=True)
-            blob.rename(store)
-            blob.symlink_to(Path("../../blobs") / store.parent.name / store.name)
-        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
-    return snapshot
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_snapshot_in_the_hugging_face_cache_loads(checkpoint, tmp_path, shared):
-    snapshot = hugging_face_cache(checkpoint, tmp_path, shared=shared)
+    snapshot = snapshot_of(checkpoint, tmp_path, shared=shared)
     ours, theirs = load_model(snapshot).state_dict(), load_model(checkpoint).state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     other = tmp_path / "models--other--model" / "blobs" / "0" / "secret"
     other.parent.mkdir(parents=True)
     shutil.copy(checkpoint / "config.json", other)
-    for target in (other, tmp_path / "blobs" / "0" / "secret", tmp_path / "models--some--model" / "refs"):
+    for target in (
+        other,
+        tmp_path / "blobs" / "0" / "secret",
+        tmp_path / "models--some--model" / "refs" / "main",
+    ):
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -307,7 +294,7 @@ def test_a_snapshot_in_the_hugging_face_cache_loads(checkpoint, tmp_path, shared
 
 
 def test_blobs_beside_another_directory_are_outside_of_it(checkpoint, tmp_path):
-    snapshot = hugging_face_cache(checkpoint, tmp_path, shared=False)
+    snapshot = snapshot_of(checkpoint, tmp_path)
     moved = snapshot.parent.with_name("elsewhere")
     snapshot.parent.rename(moved)
     with pytest.raises(MLAError, match="expected a file inside the checkpoint's directory"):
@@ -339,9 +326,3 @@ def test_a_sparse_shard_costs_no_memory(copy):
         file.truncate(2**40)
     with pytest.raises(MLAError, match=r"mtp\.safetensors: expected a readable safetensors file, got "):
         load_model(copy)
-
-
-def test_a_directory_that_is_not_there_is_no_name_on_a_hub():
-    for load in (load_model, load_tokenizer, Checkpoint.load):  # type: Callable[[str], object]
-        with pytest.raises(MLAError, match="no such directory"):
-            load("deepseek-ai/DeepSeek-V3")

@@ -95,6 +95,9 @@ def assert_as_transformers_has_it(directory: Path, draw: random.Random) -> None:
         with pytest.raises(MLAError, match="tokens of the files beside it"):
             load_tokenizer(directory)
         return
+    file = directory / "tokenizer_config.json"
+    adds_bos = file.exists() and json.loads(file.read_text()).get("add_bos_token")
+    bos = [theirs.bos_token_id] if adds_bos and theirs.bos_token_id is not None else []
     ours = load_tokenizer(directory)
     assert len(ours) == len(theirs)
     assert ours.special_tokens_map == theirs.special_tokens_map
@@ -103,7 +106,7 @@ def assert_as_transformers_has_it(directory: Path, draw: random.Random) -> None:
         assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id")
     for _ in range(6):
         ids = ours(text := random_text(draw))["input_ids"]
-        assert ids == theirs(text)["input_ids"], text
+        assert ids == bos + theirs(text)["input_ids"], text  # transformers ignores add_bos_token
         for some in (ids, [draw.randrange(len(ours)) for _ in range(8)]):
             for skip in (True, False):
                 assert ours.decode(some, skip_special_tokens=skip) == theirs.decode(
@@ -122,6 +125,28 @@ def test_many_more_such_files(tmp_path_factory):
         assert_as_transformers_has_it(tmp_path_factory.mktemp("tokenizer"), random.Random(seed))
 
 
+@pytest.mark.parametrize("given", ["with BOS", "without", "none"])
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_a_text_begins_with_bos_as_its_config_says(tmp_path, given, wanted):
+    """DeepSeek's tokenizer.json adds none, and its config has add_bos_token."""
+    file = json.loads(byte_tokenizer().to_str())
+    if given != "with BOS":
+        without = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+        file["post_processor"] = without if given == "without" else None
+    config = PUBLISHED["deepseek"] | {"add_bos_token": wanted}
+    (write(tmp_path, config) / "tokenizer.json").write_text(json.dumps(file))
+    tokenizer = load_tokenizer(tmp_path)
+    plain = tokenizer("hello", add_special_tokens=False)["input_ids"]
+    begins = given == "with BOS" if wanted is None else wanted
+    assert tokenizer("hello")["input_ids"] == [tokenizer.bos_token_id] * begins + plain
+
+
+def test_without_a_bos_token_none_is_added(tmp_path):
+    file = json.loads(byte_tokenizer().to_str()) | {"post_processor": None}
+    (write(tmp_path, {"add_bos_token": True}) / "tokenizer.json").write_text(json.dumps(file))
+    assert load_tokenizer(tmp_path)("he")["input_ids"] == [257]
+
+
 def test_a_token_that_only_its_config_names_is_one_token(tmp_path):
     decoder = {"258": {"content": "<|user|>", "special": True}}
     write(tmp_path, {"added_tokens_decoder": decoder, "eos_token": "<|user|>"})
@@ -138,7 +163,7 @@ BAD_FILES = {
     "tokenizer_config.json": [
         '{"added_tokens_decoder": []}', '{"added_tokens_decoder": {"x": {"content": "a"}}}',
         '{"added_tokens_decoder": {"1": "a"}}', '{"extra_special_tokens": 3}',
-        '{"model_specific_special_tokens": ["a"]}', '{"eos_token": ["a"]}',
+        '{"model_specific_special_tokens": ["a"]}', '{"eos_token": ["a"]}', '{"add_bos_token": "yes"}',
     ],
 }  # fmt: skip
 

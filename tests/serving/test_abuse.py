@@ -57,7 +57,18 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "stop_token_ids": [3],
         },
     ),
-    ("/v1/chat/completions", {"model": "shipped", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "shipped",
+            "messages": MESSAGES,
+            "max_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "reasoning_effort": "none",
+            "chat_template_kwargs": {},
+        },
+    ),
     ("/tokenize", {"model": "shipped", "prompt": "some text", "add_special_tokens": True}),
 ]
 ODD = [

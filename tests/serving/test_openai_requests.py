@@ -41,7 +41,7 @@ assert TOKENIZER is not None
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
     "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}{% if thinking %}{{ reasoning_effort }}{% endif %}"
 )
 CHATTING = copy.deepcopy(TOKENIZER)
 CHATTING.chat_template = TEMPLATE
@@ -184,8 +184,10 @@ def test_the_chat_template_writes_the_messages() -> None:
 
 
 def test_a_tokenizer_without_a_chat_template_is_an_error() -> None:
-    with pytest.raises(BadRequest, match="no chat template") as error:
-        parse_chat(body_of({}, {"messages": [USER]}), tokenizer=TOKENIZER, limits=LIMITS)
+    without = copy.deepcopy(TOKENIZER)
+    without.chat_template = None
+    with pytest.raises(BadRequest, match=r"no chat template.*--chat-template FILE") as error:
+        parse_chat(body_of({}, {"messages": [USER]}), tokenizer=without, limits=LIMITS)
     assert error.value.param == "messages"
 
 
@@ -429,14 +431,17 @@ VALID: list[tuple[dict[str, Any], Callable[..., CompletionsAsked | list[int]]]] 
         "seed": 7, "stop": ["a"], "stop_token_ids": [3], "logprobs": 2, "stream": True,
         "stream_options": {"include_usage": True}, "user": "x", "logit_bias": {}, "best_of": 2, "max_drafts": 1,
         "structured_outputs": {"choice": ["a", "b"]}, "draft_positions": True, "top_k": 3, "presence_penalty": 1,
+        "add_special_tokens": False,
     }, parse_completion),
     ({
         "model": "shipped", "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
         "max_completion_tokens": 5, "temperature": 1, "logprobs": True, "top_logprobs": 2, "tools": [],
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
         "metadata": {"a": "b"}, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": False, "tool_choice": "none",
+        "chat_template_kwargs": {"thinking": True}, "reasoning_effort": "low",
     }, parse_chat),
     ({"model": "shipped", "prompt": "Hello", "add_special_tokens": False}, parse_tokenize),
+    ({"messages": [USER], "chat_template_kwargs": {"reasoning_effort": [1.5, {"a": "b"}]}}, parse_tokenize),
 ]  # fmt: skip
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 1.5, 1e308, 1e-320, -0.0, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, "", "a",

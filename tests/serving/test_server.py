@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,6 +26,7 @@ from pydantic import BaseModel
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from tests.examples.pages import ROOT, blocks_of
+from tests.models.hub_cache import snapshot_of
 from tests.serving.servers import children, served
 
 PROMPT = "In the beginning"
@@ -158,7 +160,8 @@ def test_output_follows_a_schema_or_a_regex(client: OpenAI) -> None:
 
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if enable_thinking %}think {{ reasoning_effort or '' }}: {% endif %}assistant:"
 )
 
 
@@ -167,17 +170,15 @@ class Verdict(BaseModel):
 
 
 def test_a_chat_is_a_completion_of_its_text(tmp_path: Path, engine: Engine) -> None:
-    model = shutil.copytree(SHIPPED_MODEL, tmp_path / "chatty")
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHAT_TEMPLATE}))
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
     parts: list[Any] = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "🙂"}]
     messages: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}]
     prompt = "system: Be kind.\nuser: Hello\n🙂\nassistant:"
     params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=12, logprobs=1)
     want = expected(engine, params, [prompt])
-    with served("--model", str(model)) as server:
+    with served("--chat-template", str(tmp_path / "template.jinja")) as server:
         chats = OpenAI(base_url=f"{server.url()}/v1", api_key="any", max_retries=0).chat.completions
-        fields: dict[str, Any] = {"model": "chatty", "messages": messages}
+        fields: dict[str, Any] = {"model": "shipped", "messages": messages}
         fields |= {"temperature": 0.8, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 1}
         whole = chats.create(**fields, max_completion_tokens=12)
         assert [choice.message.content for choice in whole.choices] == [each.text for each in want]
@@ -194,6 +195,36 @@ def test_a_chat_is_a_completion_of_its_text(tmp_path: Path, engine: Engine) -> N
         assert pieces == [each.text for each in want]
         parsed = chats.parse(**fields, max_tokens=64, response_format=Verdict).choices[0].message.parsed
         assert isinstance(parsed, Verdict)
+        for extra, written in (
+            ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "think : "),
+            ({"reasoning_effort": "high"}, "think high: "),
+        ):
+            (want,) = expected(engine, SamplingParams(max_tokens=6), [prompt[:-10] + written + prompt[-10:]])
+            found = chats.create(model="shipped", messages=messages, temperature=0, max_tokens=6, **extra)
+            assert found.choices[0].message.content == want.text
+
+
+def test_a_client_chats_with_the_shipped_model(client: OpenAI, engine: Engine) -> None:
+    (want,) = expected(engine, SamplingParams(max_tokens=24))
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    chat = client.chat.completions.create(model="shipped", messages=messages, temperature=0, max_tokens=24)
+    assert chat.choices[0].message.content == want.text
+    messages += [chat.choices[0].message, {"role": "user", "content": "And the earth"}]
+    (want,) = expected(engine, SamplingParams(max_tokens=24), [f"{PROMPT}{want.text}\nAnd the earth"])
+    chat = client.chat.completions.create(model="shipped", messages=messages, temperature=0, max_tokens=24)
+    assert chat.choices[0].message.content == want.text
+
+
+def test_a_model_in_the_hugging_face_cache_is_served_by_its_name(tmp_path: Path, engine: Engine) -> None:
+    name = "some-org/a.model"
+    snapshot_of(SHIPPED_MODEL, tmp_path / "hub", name)
+    (want,) = expected(engine, SamplingParams(max_tokens=8))
+    with served("--model", name, HF_HOME=str(tmp_path), HF_HUB_CACHE=str(tmp_path / "hub")) as server:
+        client = OpenAI(base_url=f"{server.url()}/v1", api_key="any", max_retries=0)
+        assert [model.id for model in client.models.list()] == [client.models.retrieve(name).id] == [name]
+        messages: Any = [{"role": "user", "content": PROMPT}]
+        answer = client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=8)
+        assert (answer.model, answer.choices[0].message.content) == (name, want.text)
 
 
 def test_mistakes_have_openais_shape_and_name_the_field(client: OpenAI, url: str) -> None:
@@ -204,8 +235,9 @@ def test_mistakes_have_openais_shape_and_name_the_field(client: OpenAI, url: str
             client.completions.create(model="shipped", prompt=PROMPT, extra_body={field: value})
         assert caught.value.param == field and caught.value.type == "invalid_request_error"
     messages: Any = [{"role": "user", "content": "hello"}]
-    with pytest.raises(openai.BadRequestError, match="has no chat template"):
-        client.chat.completions.create(model="shipped", messages=messages)
+    with pytest.raises(openai.BadRequestError, match="does not read it") as caught:
+        client.chat.completions.create(model="shipped", messages=messages, reasoning_effort="low")
+    assert caught.value.param == "reasoning_effort"
     tool: Any = {"type": "function", "function": {"name": "f"}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="shipped", messages=messages, tools=[tool])
@@ -256,10 +288,13 @@ def test_those_that_ask_at_once_get_what_they_get_alone(url: str, engine: Engine
 
 
 def test_the_client_of_the_docs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = [each for each in blocks_of(ROOT / "docs" / "server.md") if each.mark == "server"]
-    program, commands = (
-        each.code.replace("http://127.0.0.1:8000", url).replace('"mine"', '"shipped"') for each in blocks
+    pages = (ROOT / "README.md", ROOT / "docs" / "server.md")
+    blocks = [each for page in pages for each in blocks_of(page) if each.mark == "server"]
+    chat, program, commands = (
+        re.sub('"(mine|zai-org/[^"]+)"', '"shipped"', each.code.replace("http://127.0.0.1:8000", url))
+        for each in blocks
     )
+    exec(chat, {})
     exec(program, {})
     assert len(capsys.readouterr().out) > 64
     if shutil.which("curl"):

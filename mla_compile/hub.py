@@ -1,0 +1,55 @@
+"""Models by name, ORG/NAME, in the local Hugging Face cache. Nothing is downloaded."""
+
+import re
+from pathlib import Path
+
+from mla_compile.errors import MLAError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = ("config.json", "tokenizer.json")  # a snapshot with either is a checkpoint or a tokenizer
+
+
+def find_checkpoint(path: str | Path, name: str = "path") -> Path:
+    """`path` unless it is the name of a model and no file or directory; then the model's snapshot in the cache.
+
+    The snapshot is that of the branch `main`, in the cache that HF_HOME or HF_HUB_CACHE names. It may be incomplete.
+
+    name: of the argument, for errors.
+
+    Raises:
+        MLAError: the cache has no such model.
+    """
+    path = Path(path)
+    if path.exists() or not _NAME.fullmatch(path.as_posix()):
+        return path
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in _FILES:
+        try:
+            found = try_to_load_from_cache(path.as_posix(), file)
+        except HFValidationError:  # two dashes, say, which no repository may have
+            break
+        if isinstance(found, str):
+            return Path(found).parent
+    expected = f"a directory, or a model in the Hugging Face cache {constants.HF_HUB_CACHE}"
+    raise MLAError(f"{name} {path.as_posix()}", expected, "neither", f"run `hf download {path.as_posix()}`")
+
+
+def repository_of(directory: Path) -> str | None:
+    """ORG/NAME of a snapshot in a Hugging Face cache, `models--ORG--NAME/snapshots/COMMIT`; None for others."""
+    if directory.parent.name != "snapshots" or not directory.parents[1].name.startswith("models--"):
+        return None
+    return directory.parents[1].name.removeprefix("models--").replace("--", "/")
+
+
+def model_name(directory: Path) -> str:
+    """The name of a checkpoint: ORG/NAME of a snapshot, else the directory's name."""
+    directory = directory.resolve()
+    return repository_of(directory) or directory.name
+
+
+def download_hint(directory: Path, otherwise: str = "download it again") -> str:
+    """How to get what a checkpoint lacks: the command for a snapshot, else `otherwise`."""
+    repository = repository_of(directory.resolve())
+    return otherwise if repository is None else f"run `hf download {repository}`"
