@@ -242,6 +242,7 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     copy = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
+    copy.__kwdefaults__ = function.__kwdefaults__
     return types.MethodType(copy, method.__self__)
 
 

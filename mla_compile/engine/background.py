@@ -1,10 +1,11 @@
 """Compiles steps in a thread while the engine runs them eagerly."""
 
 import contextvars
+import ctypes
 import logging
-import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -14,31 +15,44 @@ SWITCH_INTERVAL = 1e-4
 after each of its ops, so with Python's 5 ms an eager step of 40 ms takes 2.6 s beside a compilation; with this 0.2 s
 (the shipped model, 2 cores)."""
 
+PATIENCE = 3.0
+"""Seconds that the program's end waits for a job to stop. A job that waits longer waits for the C++ compiler."""
 
-class Background:
-    """A thread that runs jobs one after another. It ends with the program, whatever it is doing."""
+_RUNS = threading.Lock()
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
-    def submit(self, what: str, job: Callable[[], None]) -> None:
-        """Run a job after those before it. what: its name in the warning if it fails."""
-        self._jobs.put((what, job))
-        if self._thread is None:
-            # With the caller's context, which has its settings of torch.
-            run = contextvars.copy_context().run
-            self._thread = threading.Thread(target=run, args=(self._run,), name="mla-compile", daemon=True)
-            self._thread.start()
+def run_in_background(what: str, job: Callable[[], None]) -> threading.Thread:
+    """Run a job in a thread, after those before it. The end of the program stops it.
 
-    def _run(self) -> None:
-        while True:
-            what, job = self._jobs.get()
-            interval = sys.getswitchinterval()
-            sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
-            try:
-                job()
-            except Exception as error:
-                log.warning("%s failed; it runs eagerly: %s", what, error)
-            finally:
-                sys.setswitchinterval(interval)
+    what: its name in the warning if it fails.
+    """
+    # With the caller's context, which has its settings of torch.
+    arguments = _run, what, job
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=arguments, name="mla-compile", daemon=True
+    )
+    # Before any handler of `atexit`: they end what the job uses.
+    threading._register_atexit(_stop, thread)  # type: ignore[attr-defined]
+    thread.start()
+    return thread
+
+
+def _run(what: str, job: Callable[[], None]) -> None:
+    with _RUNS:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
+        try:
+            job()
+        except Exception as error:
+            log.warning("%s failed; it runs eagerly: %s", what, error)
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread. The interpreter would kill it, and the process too if C++ code is on its stack."""
+    deadline = time.monotonic() + PATIENCE
+    while thread.is_alive() and time.monotonic() < deadline:
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        thread.join(0.1)

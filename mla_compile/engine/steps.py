@@ -1,5 +1,6 @@
 """The calls of a step and the states that they run on: compiled on first use, and captured if possible."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import ForwardOutput
-from mla_compile.engine.background import Background
+from mla_compile.engine.background import run_in_background
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import Captures
 from mla_compile.engine.config import FittedConfig
@@ -49,6 +50,7 @@ class Steps:
 
     decoders: greedy (False) and sampled (True).
     pads: whether prompts are padded to a few sizes, each of which is captured.
+    compiles_in_background: whether steps run eagerly until a thread has compiled them.
     num_mixed: steps with decode rows and prompts so far. warms_prompts: whether steps with prompts are warmed up.
     around: for debugging, wraps the call of each whole step; it gets the call and its decoder, which runs it eagerly.
     """
@@ -64,7 +66,8 @@ class Steps:
         self._k = config.num_speculative_tokens
         why_not = _why_not_captured(config, model.device)
         self._is_captured = why_not is None
-        self._background = Background() if _compiles_in_background(model, config, ranks) else None
+        self.compiles_in_background = _compiles_in_background(model, config, ranks)
+        self._threads: list[threading.Thread] = []
         self._num_steps = Counter[bool]()
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
@@ -77,11 +80,6 @@ class Steps:
 
     def report(self) -> CaptureReport:
         return self._captures.report()
-
-    @property
-    def compiles_in_background(self) -> bool:
-        """Whether steps run eagerly until a thread has compiled them."""
-        return self._background is not None
 
     @property
     def compiles_prompts(self) -> bool:
@@ -149,10 +147,9 @@ class Steps:
         name = f"advance, {_kind(sampled)}"
         self._call(name, self._decoders[sampled].advance)(state, targets, output, begins)
         self._num_steps[sampled] += 1
-        if self._background is not None and self._num_steps[sampled] == EAGER_STEPS:
-            self._background.submit(
-                f"compiling the {_kind(sampled)} step", partial(self.compile_parts, sampled)
-            )
+        if self.compiles_in_background and self._num_steps[sampled] == EAGER_STEPS:
+            what = f"compiling the {_kind(sampled)} step"
+            self._threads.append(run_in_background(what, partial(self.compile_parts, sampled)))
 
     def compile_parts(self, sampled: bool) -> None:
         """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache."""
@@ -177,7 +174,7 @@ class Steps:
                     with_own_code(method), backend="mla", fullgraph=True, **config.compile_settings
                 )
                 self._compiled[name] = compiled
-                if self._background is not None:
+                if self.compiles_in_background:
                     call = eager_until_compiled(compiled)
                 elif captured:
                     call = self._captures.measured(name, compiled)

@@ -315,7 +315,9 @@ def test_a_batch_compiles_one_step_and_a_stream_of_prompts_the_other_too(
     exact = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False, batch_invariant=True)
     torch._dynamo.utils.counters.clear()
     exact.warm_up(prompts=False)
-    assert compile_counters()["graphs"] == 7, "three parts, and the choice of tokens, with grammars and without"
+    assert compile_counters()["graphs"] == 7, (
+        "three parts, and the choice of tokens, with grammars and without"
+    )
     assert graphs_of(exact) == 1, "its steps with prompts are compiled from the first one on"
     mine = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False)
     assert graphs_of(mine) == 2 and 0 < mine.stats.num_mixed_steps <= 3

@@ -1,0 +1,83 @@
+"""In float32 on a CPU an engine runs steps eagerly until a thread has compiled them."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from mla_compile import Engine, SamplingParams
+from mla_compile.speculate import SpeculativeDecoder
+from mla_compile.torch_internals import compile_counters
+from tests.engine.engines import engine
+from tests.models_for_tests import one_layer_model
+
+PROMPTS = [[1, 2, 3], [4] * 10, [5, 6]]
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def compiles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_compile.engine.steps.EAGER_STEPS", 4)
+
+
+@pytest.fixture
+def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the parts of steps that ran eagerly."""
+    calls: list[str] = []
+    for name in ("verify", "advance"):
+        method = getattr(SpeculativeDecoder, name)
+
+        def seen(self: SpeculativeDecoder, *args: object, _method=method) -> object:
+            if not torch.compiler.is_compiling():
+                calls.append(_method.__name__)
+            return _method(self, *args)
+
+        monkeypatch.setattr(SpeculativeDecoder, name, seen)
+    return calls
+
+
+def texts(of: Engine, sampling: SamplingParams | None = None) -> list[list[int]]:
+    completions = of.generate(PROMPTS, sampling, max_new_tokens=16)
+    assert all(completion.error is None for completion in completions)
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("lowering")
+def test_steps_run_eagerly_while_a_thread_compiles_them_and_compiled_afterwards(
+    eager_calls: list[str],
+) -> None:
+    """With the tokens of eager steps before, meanwhile and afterwards."""
+    model = one_layer_model(torch.float32)
+    expected = {params: texts(engine(0, model), params) for params in (None, SAMPLING)}
+    mine = engine(2, model, compile=None)
+    before, interval = compile_counters()["graphs"], sys.getswitchinterval()
+    deadline = time.monotonic() + 300
+    num_batches, graphs = 0, 0
+    while graphs < 3:
+        for params, tokens in expected.items():
+            assert texts(mine, params) == tokens
+        num_batches += 1
+        assert time.monotonic() < deadline, f"{graphs} of 3 graphs after {num_batches} batches"
+        graphs = compile_counters()["graphs"] - before
+    for thread in mine._launcher.steps._threads:  # no call waits for them
+        thread.join()
+    assert sys.getswitchinterval() == interval
+    assert num_batches > 1 and {"verify", "advance"} <= set(eager_calls)
+    for params, tokens in expected.items():
+        mine.reset_prefix_cache()
+        mine.generate(PROMPTS, params, max_new_tokens=1)  # a prompt's step runs eagerly
+        eager_calls.clear()
+        request = mine.add(PROMPTS[0], params, max_new_tokens=16)
+        mine.step()
+        eager_calls.clear()
+        while mine.has_work():
+            mine.step()
+        assert request.completion.token_ids == tokens[0]
+        assert eager_calls == [], "every step without prompts ran compiled"
+    assert compile_counters()["graphs"] - before == 3, "no step compiled by itself"
