@@ -1,6 +1,9 @@
 """On a CUDA device: the ops, and the step as a captured graph."""
 
 import copy
+import random
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,6 +41,7 @@ from mla_compile.torch_internals import (
 )
 from tests.cases import Case, make_case, relative_error
 from tests.engine.engines import finish, texts
+from tests.engine.test_grammar import grammar
 from tests.models.small import randomize
 from tests.models_for_tests import caches_of, poison_caches, tiny_config, tiny_model
 from tests.reference import mla_attention_reference
@@ -295,6 +299,43 @@ def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured(
     assert mixed and all(bucket.num_graphs == 1 and bucket.prompt_tokens for bucket in mixed)
     advance = [bucket for bucket in buckets if bucket.step.startswith("advance")]
     assert advance and all(bucket.num_graphs == 1 for bucket in advance)
+
+
+def test_after_warming_up_no_kind_of_request_compiles_anything_or_pauses_another() -> None:
+    """The longest step takes no longer than 20 of them. Each size of prompts is captured before, as a grammar is read."""
+    torch.compiler.reset()
+    model, rng = tiny_model(torch.bfloat16).cuda(), random.Random(0)
+    mine = Engine(model, num_speculative_tokens=2, max_rows=4, max_model_len=128)
+    mine.warm_up()
+    kinds = [
+        {"logprobs": 20},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "logprobs": 1},
+        {"presence_penalty": 1.0, "temperature": 1.0},
+        {"stop_token_ids": [*range(40)]},
+        {},
+    ]
+
+    def ask(seed: int) -> None:
+        params = SamplingParams(**rng.choice(kinds), seed=seed)
+        prompt = [1 + rng.randrange(20) for _ in range(rng.randint(1, 40))]
+        given = grammar("regex") if rng.random() < 0.2 else None
+        mine.add(prompt, params, max_new_tokens=rng.randint(2, 40), stop_ids=[0], grammar=given)
+
+    for seed in range(300):  # records the graphs of prompts
+        ask(seed)
+    while mine.has_work():
+        mine.step()
+    graphs, seconds = compile_counters()["graphs"], []
+    for seed in range(200):
+        ask(seed)
+        for _ in range(rng.randint(1, 5)):
+            begin = time.perf_counter()
+            mine.step()
+            seconds.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    assert compile_counters()["graphs"] == graphs
+    assert max(seconds) < 20 * statistics.median(seconds), f"{max(seconds):.4f} s"
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")

@@ -1,9 +1,5 @@
 """In float32 on a CPU an engine runs steps eagerly until a thread has compiled them."""
 
-import logging
-import os
-import signal
-import subprocess
 import sys
 import time
 

@@ -87,6 +87,12 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         pytest.param(SMALL, 2, EXACT, id="exact, inductor", marks=pytest.mark.slow),
         pytest.param(v3_config(vocab_size=96), 4, EXACT, id="exact, 4", marks=pytest.mark.slow),
         pytest.param(SMALL, 2, {"engine": {"compile": True}, "k": [0], "greedy": True}, id="compiled"),
+        pytest.param(
+            SMALL,
+            2,
+            {"engine": {"compile": None}, "k": [0], "lowering": "aot_eager", "slow_to_compile": [1]},
+            id="compiled at different speeds",
+        ),
     ],
 )
 def test_tokens_of_processes_that_share_a_model(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def main() -> None:
 
         lowered = lookup_backend(job["lowering"])
         backend.lower_with_inductor = lambda gm, example_inputs, settings: lowered(gm, example_inputs)
+    if rank in job.get("slow_to_compile", []):
+        lower = backend.lower_with_inductor
+
+        def slow(*args: Any) -> Any:
+            time.sleep(3)
+            return lower(*args)
+
+        backend.lower_with_inductor = slow
     join(rank, size, folder, job.get("load", {}).get("device", "cpu"))
     parallel = Parallel.of_processes(expert_parallel=job.get("expert_parallel", False))
     model = loaded(parallel, folder, job)

@@ -17,7 +17,12 @@ SECONDS = float(os.environ.get("PAUSES_SECONDS", "150"))
 """So long that both kinds of step are compiled in between."""
 
 SCHEMAS = [
-    {"type": "object", "properties": {name: {"type": kind}}, "required": [name], "additionalProperties": False}
+    {
+        "type": "object",
+        "properties": {name: {"type": kind}},
+        "required": [name],
+        "additionalProperties": False,
+    }
     for name in ("name", "number", "city", "verse")
     for kind in ("string", "integer", "boolean")
 ]
