@@ -302,7 +302,7 @@ def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured(
 
 
 def test_after_warming_up_no_kind_of_request_compiles_anything_or_pauses_another() -> None:
-    """The longest step takes no longer than 20 of them. Each size of prompts is captured before, as a grammar is read."""
+    """The longest step takes no longer than 20 of them. Each size of prompts is captured before."""
     torch.compiler.reset()
     model, rng = tiny_model(torch.bfloat16).cuda(), random.Random(0)
     mine = Engine(model, num_speculative_tokens=2, max_rows=4, max_model_len=128)
