@@ -98,7 +98,7 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected"),
         (["--prompt", "a", "--top-k", "-2"], "--top-k: expected"),
         (["--prompt", "a", "--top-k", str(2**31)], "--top-k: expected"),
-        (["--prompt", "a", "--seed", "-1"], "--seed: expected"),
+        (["--prompt", "a", "--seed", "9223372036854775808"], "--seed: expected"),
         (["--prompt", "a", "--dtype", "int4"], "'--dtype'"),
         (["--prompt", "a", "--quantize", "int4"], "'--quantize'"),
         (
