@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], SamplingParams]] = {
                 "min_tokens": 4,
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,
-                "stop_token_ids": list(range(100, 220)),
+                "stop_token_ids": list(range(100, 160)),
             },
         },
         SamplingParams(
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[dict[str, Any], SamplingParams]] = {
             max_tokens=16,
             include_stop_str_in_output=True,
             skip_special_tokens=False,
-            stop_token_ids=range(100, 220),
+            stop_token_ids=range(100, 160),
         ),
     ),
     "without drafts": ({**GREEDY, "extra_body": {"max_drafts": 0}}, SamplingParams(max_tokens=24)),

@@ -414,7 +414,7 @@ def test_requests_of_every_kind_share_three_compiled_parts() -> None:
     mine.warm_up()
     assert compile_counters()["graphs"] - before == 3, "verify, and advance for greedy and sampled rows"
     for params in (SamplingParams(), *MIXED, *with_logprobs(MIXED), SamplingParams(logprobs=20)):
-        mine.generate(PROMPTS[:2], max_new_tokens=4, sampling=params, stop_ids=[20])
+        mine.generate(PROMPTS[:2], max_new_tokens=8, sampling=params, stop_ids=[20])
     assert compile_counters()["graphs"] - before == 3
 
 
