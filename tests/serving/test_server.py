@@ -254,7 +254,7 @@ def test_a_chat_is_a_completion_of_its_text(tmp_path: Path, engine: Engine) -> N
         (want,) = expected(engine, SamplingParams(max_tokens=8), [prompt + " And it"])
         extra = {"continue_final_message": True, "add_generation_prompt": False}
         found = chats.create(
-            model="chatty", messages=begun, temperature=0, max_tokens=8, extra_body=extra
+            model="shipped", messages=begun, temperature=0, max_tokens=8, extra_body=extra
         ).choices[0]
         assert found.message.content == want.text
         parsed = chats.parse(**fields, max_tokens=64, response_format=Verdict).choices[0].message.parsed
