@@ -72,7 +72,8 @@ def generate(
 
     A line of --input may have its own settings, named as in SamplingParams, which override the flags:
     max_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
-    logprobs, n, stop, stop_token_ids, ignore_eos.
+    logprobs, n, stop, stop_token_ids, ignore_eos, min_tokens, logit_bias, include_stop_str_in_output,
+    skip_special_tokens.
     """
     sampling = SamplingParams(**taken(settings, SamplingParams))
     if settings["batch_invariant"] and settings["compile"] is False:

@@ -108,7 +108,7 @@ def _show(
         while shown < len(completions):
             completion = completions[shown]
             if stream is None:
-                stream = TextStream(checkpoint.tokenizer, given.sampling.stop_strings)
+                stream = TextStream(checkpoint.tokenizer, given.sampling)
                 if sys.stdout.isatty():
                     typer.secho(given.prompt, nl=False, dim=True)
             typer.echo(stream.feed(completion), nl=False)

@@ -14,8 +14,9 @@ class Completion:
         (see `error`), None while it runs.
     num_steps: verify steps that the row took part in.
     num_prefills: tokens sampled by prefill instead: the first one, and one after each preemption.
-    text: of the tokens, special ones left out, up to a stop string; it is what the pieces of a `TextStream` join to.
-        None while it runs, and in an engine without a tokenizer.
+    text: of the tokens before the stop id or stop string; it is what the pieces of a `TextStream` join to.
+        `SamplingParams` say whether it has special tokens and the end. None while it runs, and in an engine without a
+        tokenizer.
     logprobs: for each token, the log-probabilities of the chosen token and of the `SamplingParams.logprobs` most likely
         ones, by token id, as in vLLM; the chosen token comes first and, if it is not among the likely ones, is one
         more. None if they were not requested.

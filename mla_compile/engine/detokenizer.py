@@ -7,21 +7,26 @@ all characters of a run of byte tokens if one byte is wrong.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mla_compile.engine.completion import Completion
 from mla_compile.errors import request_error
+from mla_compile.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_DEFAULTS = SamplingParams()
 _REPLACEMENT = "\ufffd"
 _MAX_PARTS = 4
 """Bytes of the longest character in UTF-8, and so the tokens that it may be split over."""
 
 
-def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]:
-    """The function that decodes token ids to text, special ones left out."""
+def _decoder(
+    tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool
+) -> Callable[[list[int]], str]:
+    """The function that decodes token ids to text."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
@@ -30,10 +35,11 @@ def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]
         and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
         and not tokenizer.clean_up_tokenization_spaces
     ):
-        return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]  # the same in a sixth of the time
+        # The same in a sixth of the time.
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
 
     def decode(token_ids: list[int]) -> str:
-        text: object = cast("Any", tokenizer.decode)(token_ids, skip_special_tokens=True)
+        text: object = cast("Any", tokenizer.decode)(token_ids, skip_special_tokens=skip_special_tokens)
         if not isinstance(text, str):
             raise TypeError(f"it returned {type(text).__name__} instead of text")
         return text
@@ -47,8 +53,8 @@ class Detokenizer:
     text: all text returned so far.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._decode = _decoder(tokenizer)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True) -> None:
+        self._decode = _decoder(tokenizer, skip_special_tokens=skip_special_tokens)
         # Decoders treat the first token of a text differently, so new tokens are decoded after the last ones.
         self._context: list[int] = []
         self._context_text = ""
@@ -126,21 +132,28 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Found:
-    """A stop string, which the first `num_tokens` tokens of this call complete; `text` is all text before it."""
+    """A stop string, which the first `num_tokens` tokens of this call complete; `text` is the text that it ends."""
 
     num_tokens: int
     text: str
 
 
+def without_end(new: list[int], finish_reason: str | None, params: SamplingParams) -> list[int]:
+    """New tokens of a completion, except the stop id that ended it: as in vLLM, its text is that of a stop string."""
+    is_hidden = finish_reason == "stop" and not params.include_stop_str_in_output
+    return new[:-1] if is_hidden else new
+
+
 class TextReader:
     """Reads a growing text, and finds the first stop string in it, however many tokens each call adds.
 
-    stops: the stop strings, none of them empty.
+    params: of the request: its stop strings, and which text they end.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: Sequence[str] = ()) -> None:
-        self._stops = stops
-        self._known = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", params: SamplingParams = _DEFAULTS) -> None:
+        self._stops, self._includes = params.stop_strings, params.include_stop_str_in_output
+        self._known = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._min_tokens, self._num_read = params.min_tokens, 0
 
     @property
     def text(self) -> str:
@@ -156,29 +169,33 @@ class TextReader:
             RequestError: the tokenizer cannot decode one.
         """
         for count, token in enumerate(tokens, start=1):
+            self._num_read += 1
             if found := self._find(self._known.feed(token), count):
                 return found
         return self._find(self._known.finish(), len(tokens)) if is_end else None
 
     def _find(self, piece: str, num_tokens: int) -> Found | None:
-        if not piece or not self._stops:
+        if not piece or not self._stops or self._num_read <= self._min_tokens:
             return None
         text, before = self.text, len(self.text) - len(piece)
-        begins = [text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
-        if found := [begin for begin in begins if begin >= 0]:
-            return Found(num_tokens, text[: min(found)])
+        begins = [(text.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self._stops]
+        if found := [(begin, length) for begin, length in begins if begin >= 0]:
+            begin, length = min(found)
+            return Found(num_tokens, text[: begin + length * self._includes])
         return None
 
 
 class TextStream:
     """Text of a growing completion, piece by piece; together the pieces are `Completion.text` in the end.
 
-    stop: the request's stop strings. Text that may be the beginning of one is withheld.
+    params: of the request. Text that may be the beginning of a stop string is withheld, unless the text includes it.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
-        self._num_held = max(map(len, stop), default=1) - 1
-        self._known = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", params: SamplingParams = _DEFAULTS) -> None:
+        stops = [] if params.include_stop_str_in_output else params.stop_strings
+        self._num_held = max(map(len, stops), default=1) - 1
+        self._params = params
+        self._known = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._num_seen = self._num_given = 0
 
     def feed(self, completion: Completion) -> str:
@@ -189,7 +206,8 @@ class TextStream:
         """
         text = completion.text
         if text is None:  # it has not ended, or the engine has no tokenizer
-            for token in completion.token_ids[self._num_seen :]:
+            new = completion.token_ids[self._num_seen :]
+            for token in without_end(new, completion.finish_reason, self._params):
                 self._known.feed(token)
             self._num_seen = len(completion.token_ids)
             if completion.finish_reason is not None:

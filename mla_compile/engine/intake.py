@@ -8,7 +8,7 @@ from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.errors import MLAError, first_line, is_request_error
-from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams, check_token_ids
+from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams, check_min_tokens, check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +86,10 @@ class Intake:
         if len(ends) > MAX_STOP_IDS:
             expected = f"at most {MAX_STOP_IDS} ids, the model's end-of-sequence ids included"
             raise MLAError("stop_token_ids", expected, len(ends), "use stop strings")
+        check_token_ids("logit_bias", list(params.logit_bias or ()), vocab_size)
+        check_min_tokens(params.min_tokens, params.max_tokens or max_new_tokens)
+        if params.min_tokens and len(ends) == vocab_size:
+            raise MLAError("min_tokens", "0 if every token is a stop id", params.min_tokens)
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None if `choose` picks the tokens", "a number")
         if params.stop_strings and self._tokenizer is None:
@@ -97,7 +101,7 @@ class Intake:
             params=params,
             stop_ids=ends,
             choose=choose,
-            reader=None if self._tokenizer is None else TextReader(self._tokenizer, params.stop_strings),
+            reader=None if self._tokenizer is None else TextReader(self._tokenizer, params),
         )
         if grammar is not None:
             name = f"grammar{place}"

@@ -12,7 +12,7 @@ from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import Drafter, ServedModel
 
 _TYPES = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
-"""The numeric sampling parameters; of the others a step reads only `logprobs`."""
+"""The numeric sampling parameters; of the others a step reads `logprobs` and `logit_bias`."""
 
 
 class LeadingLauncher(Launcher):
@@ -56,7 +56,7 @@ def _written(request: Request) -> dict[str, object]:
         "max_len": request.max_len,
         "max_drafts": request.max_drafts,
         "stop_ids": sorted(request.stop_ids),
-        "params": params | {"logprobs": request.params.logprobs},
+        "params": params | {"logprobs": request.params.logprobs, "logit_bias": request.params.logit_bias},
         "emitted": request.completion.token_ids,
         "is_chosen_on_host": request.is_chosen_on_host,
     }

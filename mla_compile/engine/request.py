@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.detokenizer import TextReader
+from mla_compile.engine.detokenizer import TextReader, without_end
 from mla_compile.engine.grammar import GrammarRow
 from mla_compile.engine.reports import RowReport
 from mla_compile.errors import MLAError, request_error
@@ -162,7 +162,8 @@ class Request:
             reason = "error"
         elif not report.active or self.num_tokens >= self.max_len:  # else it could run for ever
             reason = "stop" if completion.token_ids[-1] in self.stop_ids else "length"
-        found = self.reader and self.reader.feed(completion.token_ids[num_known:], is_end=reason is not None)
+        shown = without_end(completion.token_ids[num_known:], reason, self.params)
+        found = self.reader and self.reader.feed(shown, is_end=reason is not None)
         if found:
             end = num_known + found.num_tokens
             del completion.token_ids[end:], completion.draft_positions[end:]

@@ -4,6 +4,7 @@ Captured graphs hold the addresses of a state's tensors, so there is one state f
 step, and requests move between them. All writes are ops on the stream of the steps, so the host never waits.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -15,7 +16,7 @@ from torch import Tensor
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Grant, Plan
 from mla_compile.ops.attention.segments import copied_to
-from mla_compile.sampling_params import SamplingParams
+from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams
 from mla_compile.speculate import DecodeState
 
 FEW = 4
@@ -113,13 +114,12 @@ class Rows:
         return new
 
     def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
-        """Upload integers in one copy and floats in another, then write them with ops on the device."""
+        """Upload integers in one copy and floats in another, then write them with ops on the device; then biases."""
         if not inactive and not admitted:
             return
-        width = state.stop_ids.shape[1]
         at = [self._row_of[request] for request in admitted]
         k = state.drafts.shape[1]
-        stop_ids = [[*request.stop_ids, *[-1] * (width - len(request.stop_ids))] for request in admitted]
+        stop_ids = [[*r.stop_ids, *[-1] * (MAX_STOP_IDS - len(r.stop_ids))] for r in admitted]
         penalised = [
             (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
         ]
@@ -132,6 +132,7 @@ class Rows:
             "max_drafts": [
                 k if request.max_drafts is None else min(k, request.max_drafts) for request in admitted
             ],
+            "min_len": [min(len(r.prompt) + r.params.min_tokens, r.max_len) for r in admitted],
             "seed": [request.params.seed for request in admitted],
             "top_k": [request.params.top_k for request in admitted],
             "stop_ids": list(chain(*stop_ids)),
@@ -149,13 +150,16 @@ class Rows:
             # Recurrent layers locate their states by it, also those of inactive rows.
             state.block_table.index_fill_(0, of["inactive"], 0)
         if admitted:
-            values = {name: of[name] for name in ("max_len", "max_drafts", "seed", "top_k")}
-            values["stop_ids"] = of["stop_ids"].view(-1, width)
+            values = {name: of[name] for name in ("max_len", "max_drafts", "min_len", "seed", "top_k")}
+            values["stop_ids"] = of["stop_ids"].view(-1, MAX_STOP_IDS)
             params = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
             values |= zip(_PARAMETERS, upload(params, torch.float64, self._device), strict=True)
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))
+        if admitted and state.bias_ids is not None and state.bias is not None:
+            state.bias.index_fill_(0, rows, 0)
+            self._write_biases(state.bias_ids, state.bias, admitted)
         if admitted and state.in_prompt is not None and state.num_emitted is not None:
             state.in_prompt.index_fill_(0, rows, False)
             state.num_emitted.index_fill_(0, rows, 0)
@@ -168,6 +172,19 @@ class Rows:
         if state.history is not None:
             for place, text in zip(at, uploaded[len(columns) :], strict=True):
                 state.history[place, : len(text)] = text
+
+    def _write_biases(self, bias_ids: Tensor, bias: Tensor, admitted: Sequence[Request]) -> None:
+        width, biased = bias_ids.shape[1], dict[int, list[tuple[int, float, float]]]()
+        for request in admitted:
+            if entries := _biases(request):
+                # Unused places repeat an entry, as equal ids must change equally.
+                biased[self._row_of[request]] = entries + entries[:1] * (width - len(entries))
+        if biased:
+            ids, early, late = zip(*chain(*biased.values()), strict=True)
+            rows, uploaded_ids = upload([list(biased), ids], torch.int64, self._device)
+            (values,) = upload([[*early, *late]], torch.float64, self._device)
+            bias_ids.index_copy_(0, rows, uploaded_ids.view(-1, width))
+            bias.index_copy_(0, rows, values.view(2, -1, width).transpose(0, 1).to(bias.dtype))
 
     def _grant(self, state: DecodeState, grants: Sequence[Grant]) -> None:
         """Write the pages of grants to the rows' block tables."""
@@ -183,6 +200,14 @@ class Rows:
     def _pages(self, grant: Grant) -> list[int]:
         n = self._pages_per_grant
         return [1 + (page - 1) * n + i for page in grant.pages for i in range(n)]
+
+
+def _biases(request: Request) -> list[tuple[int, float, float]]:
+    """The ids whose logits a request changes, with the changes before its `min_len` and from there on."""
+    later = request.params.logit_bias or {}
+    ends = request.stop_ids if request.params.min_tokens else ()
+    early = {**later, **dict.fromkeys(ends, -math.inf)}
+    return [(token, bias, later.get(token, 0.0)) for token, bias in early.items()]
 
 
 def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -207,4 +232,4 @@ def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
         if name in before:
             tensor[:count] = before[name].index_select(0, source)
         else:
-            tensor[:count].zero_()  # penalty counts, for rows without penalties
+            tensor[:count].zero_()  # counts and biases, for rows without them

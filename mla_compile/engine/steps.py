@@ -15,7 +15,6 @@ from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import Captures
 from mla_compile.engine.config import FittedConfig
 from mla_compile.ranks import Ranks
-from mla_compile.sampling_params import MAX_STOP_IDS
 from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, SpeculativeDecoder
 from mla_compile.torch_internals import eager_until_compiled, mark_varying, with_own_code
 
@@ -197,7 +196,6 @@ class Steps:
             rows,
             self._k,
             max_pages=config.pages_per_row,
-            num_stop_ids=MAX_STOP_IDS,
             penalised_vocab=self._model.vocab_size if sampled else None,
             history_len=config.pages_per_row * config.page_size if has_history else None,
             device=self._model.device,

@@ -81,6 +81,7 @@ class _Served:
                 asked.params,
                 stop_ids=self.stop_ids,
                 grammar=None if grammar is None else grammar.result(),
+                priority=asked.priority,
                 max_drafts=asked.max_drafts,
                 client=message.client,
             )

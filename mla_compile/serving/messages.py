@@ -26,12 +26,13 @@ class Asked:
     """One completion to request from the engine.
 
     prompt: token ids. params: of one completion (`n` is 1), with `max_tokens`.
-    max_drafts: see `Engine.add`.
+    priority, max_drafts: see `Engine.add`.
     """
 
     prompt: list[int]
     params: SamplingParams
     grammar: GrammarSource | None = None
+    priority: int = 0
     max_drafts: int | None = None
 
 

@@ -30,13 +30,13 @@ MAX_STOP_LENGTH = 1024
 # Unsupported fields, with the values that are accepted because they change nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "echo": (False,),
+    "bad_words": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
+    "prompt_logprobs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -106,7 +106,7 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    text: Schema = Field(alias="schema")
+    text: Schema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -170,13 +170,18 @@ class SamplingBody(Body):
     seed: int | None = None
     n: int | None = None
     stop: Stops | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     max_drafts: Annotated[int, Field(ge=0)] | None = None
     draft_positions: bool | None = None
 
@@ -185,10 +190,13 @@ class CompletionBody(SamplingBody):
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
 
 class ChatBody(SamplingBody):
     messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -202,6 +210,8 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
 
 

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models.files import RepeatedKey, without_repeats
-from mla_compile.sampling_params import SamplingParams
+from mla_compile.sampling_params import SamplingParams, check_token_ids
 from mla_compile.serving.chat_templates import template_variables
 from mla_compile.serving.failures import BadRequest
 from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_ECHO = 2**22
+"""Characters that a response may repeat: with n choices it is n times as long as its request."""
+
 
 @dataclass(frozen=True)
 class CompletionsAsked:
@@ -43,6 +46,7 @@ class CompletionsAsked:
     prompts: token ids of each; one for a chat.
     params: with `max_tokens`; `n` is per prompt.
     grammar_field: the field of the body with the grammar.
+    echoes: the prompts' texts, if each choice begins with its own.
     """
 
     body: CompletionBody | ChatBody
@@ -50,6 +54,7 @@ class CompletionsAsked:
     params: SamplingParams
     grammar: GrammarSource | None = None
     grammar_field: str | None = None
+    echoes: list[str] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -64,11 +69,11 @@ class CompletionsAsked:
 
         A client's seed is used for each prompt, as in `Engine.generate`; without one all choices have different seeds.
         """
-        seed, n = self.params.seed, self.params.n
-        step = 0 if self.body.seed is not None else n
+        body, seed, n = self.body, self.params.seed, self.params.n
+        step = 0 if body.seed is not None else n
         seeds = [seed + i * step for i in range(len(self.prompts))]
         return [
-            Asked(prompt, params, self.grammar, self.body.max_drafts)
+            Asked(prompt, params, self.grammar, body.priority or 0, body.max_drafts)
             for prompt, first in zip(self.prompts, seeds, strict=True)
             for params in self.params.copies(first)
         ]
@@ -85,6 +90,8 @@ def parse_completion(
     asked = _read(CompletionBody, body)
     _check_model(asked.model, limits)
     params = _params(asked, asked.logprobs, limits)
+    if asked.echo and asked.logprobs is not None:
+        raise BadRequest("echo: expected false with logprobs, got true", "echo")
     if asked.best_of not in (None, params.n):
         raise BadRequest(f"best_of: expected n, which is {params.n}, or null", "best_of")
     if (choices := len(asked.prompt) * params.n) > limits.max_choices:
@@ -97,7 +104,17 @@ def parse_completion(
         for prompt in asked.prompt
     ]
     wanted = 16 if asked.max_tokens is None else asked.max_tokens
-    return _asked(asked, params, prompts, wanted, limits)
+    found = _asked(asked, params, prompts, wanted, limits)
+    if not asked.echo:
+        return found
+    texts = [
+        given if isinstance(given, str) else _decode(tokenizer, given, "prompt") for given in asked.prompt
+    ]
+    if (size := params.n * sum(map(len, texts))) > MAX_ECHO:
+        raise BadRequest(
+            f"echo: expected prompts of at most {MAX_ECHO} characters, n times, got {size}", "echo"
+        )
+    return replace(found, echoes=texts)
 
 
 def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> CompletionsAsked:
@@ -176,17 +193,17 @@ def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> S
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
-    stop_ids = given.get("stop_token_ids", [])
-    if len(stop_ids) > limits.max_stop_token_ids or any(
-        not 0 <= token < limits.vocab_size for token in stop_ids
-    ):
-        expected = f"at most {limits.max_stop_token_ids} ids in [0, {limits.vocab_size})"
+    if len(stop_ids := given.get("stop_token_ids", [])) > limits.max_stop_token_ids:
+        expected = f"at most {limits.max_stop_token_ids} ids, got {len(stop_ids)}"
         raise BadRequest(f"stop_token_ids: expected {expected}", "stop_token_ids")
     if not 1 <= given.get("n", 1) <= limits.max_choices:
         raise BadRequest(f"n: expected an integer in [1, {limits.max_choices}], got {given['n']}", "n")
     unsampled = {"temperature": 1.0, "top_p": 1.0, "seed": secrets.randbelow(2**62), "logprobs": logprobs}
     try:
-        return SamplingParams(**{**unsampled, **given})
+        params = SamplingParams(**{**unsampled, **given})
+        for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", list(params.logit_bias or ()))):
+            check_token_ids(name, ids, limits.vocab_size)
+        return params
     except MLAError as error:
         raise BadRequest(str(error), error.name) from None
 
@@ -214,7 +231,11 @@ def _asked(
         message = "ignore_eos: with a grammar, expected false, or stop_token_ids to end the text"
         raise BadRequest(message, "ignore_eos")
     max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
-    return CompletionsAsked(asked, prompts, replace(params, max_tokens=max_tokens), grammar, grammar_field)
+    try:
+        params = replace(params, max_tokens=max_tokens)
+    except MLAError as error:
+        raise BadRequest(str(error), error.name) from None
+    return CompletionsAsked(asked, prompts, params, grammar, grammar_field)
 
 
 def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, None]:
@@ -224,8 +245,8 @@ def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, Non
         if outputs is not None:
             message = "structured_outputs: expected structured_outputs or response_format, got both"
             raise BadRequest(message, "structured_outputs")
-        schema = '{"type": "object"}' if form.json_schema is None else form.json_schema.text
-        return GrammarSource("json_schema", schema), "response_format"
+        schema = None if form.json_schema is None else form.json_schema.text
+        return GrammarSource("json_schema", schema or '{"type": "object"}'), "response_format"
     return (None, None) if outputs is None else (_structured(outputs), "structured_outputs")
 
 
@@ -248,6 +269,13 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, speci
         raise BadRequest(str(error), name) from None
 
 
+def _decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], name: str) -> str:
+    try:
+        return str(tokenizer.decode(token_ids))
+    except BaseException as error:
+        raise _refused_by("tokenizer", name, error) from None
+
+
 def _encode_chat(
     tokenizer: "PreTrainedTokenizerBase", asked: ChatBody | TokenizeBody, messages: list[Message]
 ) -> list[int]:
@@ -255,12 +283,22 @@ def _encode_chat(
     if tokenizer.chat_template is None:
         hint = "use /v1/completions, or start the server with --chat-template FILE"
         raise BadRequest(f"messages: the model's tokenizer has no chat template; {hint}", "messages")
+    continues, begins = bool(asked.continue_final_message), asked.add_generation_prompt
+    if continues and begins:
+        message = "add_generation_prompt: expected false with continue_final_message, got true"
+        raise BadRequest(message, "add_generation_prompt")
     given = [
         message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
     ]
     try:
         variables = template_variables(tokenizer, asked.chat_template_kwargs or {}, asked.reasoning_effort)
-        text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False, **variables)
+        text = tokenizer.apply_chat_template(
+            given,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            tokenize=False,
+            **variables,
+        )
     except BadRequest:
         raise
     except BaseException as error:  # a template is a program that rejects messages by raising

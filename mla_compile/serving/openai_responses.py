@@ -41,7 +41,9 @@ class Response:
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.body.model}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunks of a stream: the role of each choice of a chat."""
+        """The first chunks of a stream: the role of each choice of a chat, or the prompt that it begins with."""
+        if self._asked.echoes is not None:
+            return [self._chunk([choice.opening()]) for choice in self._choices]
         if not self._asked.is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
@@ -94,8 +96,10 @@ class Choice:
     def __init__(self, asked: CompletionsAsked, index: int, vocabulary: Vocabulary) -> None:
         self._asked, self._index, self._vocabulary = asked, index, vocabulary
         self._completion = Completion(logprobs=None if asked.params.logprobs is None else [])
-        self._text = TextStream(vocabulary.tokenizer, asked.params.stop_strings)
-        self._pieces = Detokenizer(vocabulary.tokenizer)
+        tokenizer, params = vocabulary.tokenizer, asked.params
+        self._text = TextStream(tokenizer, params)
+        self._pieces = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._echo = "" if asked.echoes is None else asked.echoes[index // params.n]
         self._num_shaped = 0
         self._with_tokens = asked.body.draft_positions or asked.params.logprobs is not None
 
@@ -132,9 +136,13 @@ class Choice:
             return self._shaped({"delta": {"content": text} if text else {}})
         return self._shaped({"text": text})
 
+    def opening(self) -> dict[str, Any]:
+        """The choice of a first chunk, with the prompt."""
+        return self._shaped({"text": self._echo})
+
     def whole(self) -> dict[str, Any]:
         """The choice of a whole completion."""
-        text = self._new_text()
+        text = self._echo + self._new_text()
         if self._asked.is_chat:
             return self._shaped({"message": {"role": "assistant", "content": text, "refusal": None}})
         return self._shaped({"text": text})

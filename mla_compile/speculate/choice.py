@@ -1,11 +1,11 @@
-"""Chooses tokens from logits: penalties, the mask of allowed ids, then argmax or a sample."""
+"""Chooses tokens from logits: biases, penalties, the mask of allowed ids, then argmax or a sample."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from mla_compile.speculate.sampling import argmax, penalise_after, sample
+from mla_compile.speculate.sampling import add_bias, argmax, penalise_after, sample
 from mla_compile.speculate.state import DecodeState
 
 NO_TOKEN = -1
@@ -25,11 +25,15 @@ def choose_tokens(
 
     drafts: `[rows, m]`, the tokens between the emitted text and the last of the n positions.
     sampled: whether any row samples.
-    allowed: bool, shaped like the logits. As in vLLM, other ids are masked after penalties, before temperature.
+    allowed: bool, shaped like the logits. As in vLLM, other ids are masked after penalties, before temperature. Where
+        only stop ids are allowed, they do not wait for `min_tokens`.
     """
-    logits = penalise_after(state, logits, drafts)
+    raw, logits = logits, penalise_after(state, add_bias(state, logits, position), drafts)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
+        if state.bias is not None:
+            only_ends = (logits == -torch.inf).all(dim=-1, keepdim=True)
+            logits = torch.where(only_ends, raw.masked_fill(~allowed, -torch.inf), logits)
     return sample(state, logits, position) if sampled else argmax(logits)
 
 

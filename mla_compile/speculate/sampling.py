@@ -32,7 +32,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
     seed: int64, broadcastable to `position`; position: int64, of the token that is being sampled.
     """
-    key = _mix(_mix(_mix(seed & _MASK) ^ (seed >> 32)) ^ position)
+    key = _mix(_mix(_mix(seed & _MASK) ^ (seed >> 32 & _MASK)) ^ position)
     ids = torch.arange(vocab_size, device=position.device)
     bits = _mix(key[..., None] ^ _mix(ids + 0x3C6EF372))
     # 23 bits and a half are exact in float32 and stay below 1: with 24 bits the largest would round to 1, noise +inf.
@@ -87,6 +87,21 @@ def penalise(
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_prompt | emitted, repeated, logits)
     return logits - frequency * num_emitted - presence * emitted
+
+
+def add_bias(state: DecodeState, logits: Tensor, position: Tensor) -> Tensor:
+    """Logits `[rows, n, vocab]` of the tokens at `position` `[rows, n]`, with each row's biases added.
+
+    Before `min_len` the biases of stop ids are -inf. Without biases in the state the logits are returned unchanged.
+    """
+    if state.bias_ids is None or state.bias is None:
+        return logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    is_early = position[..., None] < state.min_len[:, None, None]
+    bias = torch.where(is_early, state.bias[:, None, 0], state.bias[:, None, 1])
+    ids = state.bias_ids[:, None].expand_as(bias)
+    # Not an atomic sum: equal ids write equal values.
+    return logits.scatter(2, ids, logits.gather(2, ids) + bias.to(logits.dtype))
 
 
 def penalise_after(state: DecodeState, logits: Tensor, drafts: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops.attention.segments import decode_segment
+from mla_compile.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from mla_compile.torch_internals import mark_state_tensor
 
 COUNT, ACTIVE, NUM_VERIFIED, FAILED_AT, FIRST_TOKEN = range(5)
@@ -25,15 +26,18 @@ class DecodeState:
     num_drafts: the number of valid drafts, the first ones, int32 `[rows]`; max_drafts: its maximum, int32 `[rows]`.
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
-    stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
+    stop_ids: ids that end a row, int64 `[rows, MAX_STOP_IDS]`; unused places hold -1.
     seed: int64 `[rows]`; temperature, top_p, min_p: float32 `[rows]`; top_k: int32 `[rows]`.
     repetition_penalty, presence_penalty, frequency_penalty: float32 `[rows]`.
+    min_len: the position of a row's first token that may be a stop id, int32 `[rows]`.
     block_table: int32 `[rows, max_pages]`; every row owns pages for `max_len` tokens.
     report: the last step's result for the host, int64 `[rows, 4 + k + 1]`: the number of tokens emitted, whether the
         row is still active, the number of drafts that it had, the position of its next token if that one's logits are
         NaN or infinite (else 0), the tokens.
     in_prompt: the ids in the prompt, bool `[rows, vocab]`; num_emitted: how often the text after it has each id, the
-        last token included, int32 `[rows, vocab]`. None in a state without penalties.
+        last token included, int32 `[rows, vocab]`. None in a state whose rows all choose by the model's own logits.
+    bias_ids: ids whose logits change, int64 `[rows, n]`, equal ids by equal amounts; bias: the amounts before `min_len`
+        and from there on, float32 `[rows, 2, n]`. n is `MAX_LOGIT_BIAS + MAX_STOP_IDS`. None if `in_prompt` is.
     history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
         `max_len` tokens; places after the text are undefined. None if no drafter reads it.
 
@@ -56,10 +60,13 @@ class DecodeState:
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
+    min_len: Tensor
     block_table: Tensor
     report: Tensor
     in_prompt: Tensor | None = None
     num_emitted: Tensor | None = None
+    bias_ids: Tensor | None = None
+    bias: Tensor | None = None
     history: Tensor | None = None
 
     @classmethod
@@ -69,14 +76,13 @@ class DecodeState:
         num_speculative_tokens: int,
         *,
         max_pages: int,
-        num_stop_ids: int = 1,
         penalised_vocab: int | None = None,
         history_len: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
 
-        penalised_vocab: the vocabulary's size, if rows may have penalties.
+        penalised_vocab: the vocabulary's size, if rows may have penalties, biases or stop ids that wait.
         history_len: maximum tokens of a row, if a drafter reads them.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs update them in place, without copies) and
@@ -94,6 +100,8 @@ class DecodeState:
             if penalised_vocab is not None:
                 optional["in_prompt"] = zeros(rows, penalised_vocab, dtype=torch.bool)
                 optional["num_emitted"] = zeros(rows, penalised_vocab, dtype=torch.int32)
+                optional["bias_ids"] = zeros(rows, MAX_LOGIT_BIAS + MAX_STOP_IDS)
+                optional["bias"] = zeros(rows, 2, MAX_LOGIT_BIAS + MAX_STOP_IDS, dtype=torch.float32)
             if history_len is not None:
                 optional["history"] = zeros(rows, history_len, dtype=torch.int32)
             state = cls(
@@ -104,7 +112,7 @@ class DecodeState:
                 max_drafts=zeros(rows, dtype=torch.int32) + k,
                 active=zeros(rows, dtype=torch.bool),
                 max_len=zeros(rows, dtype=torch.int32),
-                stop_ids=zeros(rows, max(1, num_stop_ids)) - 1,
+                stop_ids=zeros(rows, MAX_STOP_IDS) - 1,
                 seed=zeros(rows),
                 temperature=zeros(rows, dtype=torch.float32),
                 top_k=zeros(rows, dtype=torch.int32),
@@ -113,6 +121,7 @@ class DecodeState:
                 repetition_penalty=zeros(rows, dtype=torch.float32) + 1,
                 presence_penalty=zeros(rows, dtype=torch.float32),
                 frequency_penalty=zeros(rows, dtype=torch.float32),
+                min_len=zeros(rows, dtype=torch.int32),
                 block_table=zeros(rows, max_pages, dtype=torch.int32),
                 report=zeros(rows, FIRST_TOKEN + k + 1),
                 **optional,
@@ -123,8 +132,10 @@ class DecodeState:
 
     @cached_property
     def without_counts(self) -> "DecodeState":
-        """The same tensors without `in_prompt` and `num_emitted`, so that one compiled call serves both kinds."""
-        return replace(self, in_prompt=None, num_emitted=None) if self.in_prompt is not None else self
+        """The same tensors without counts and biases, so that one compiled call serves both kinds."""
+        if self.in_prompt is None:
+            return self
+        return replace(self, in_prompt=None, num_emitted=None, bias_ids=None, bias=None)
 
     def num_rows(self) -> int:
         """The bucket's rows. Asserts for the compiler that all tensors have as many, as each has its own symbol."""

@@ -98,7 +98,7 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected"),
         (["--prompt", "a", "--top-k", "-2"], "--top-k: expected"),
         (["--prompt", "a", "--top-k", str(2**31)], "--top-k: expected"),
-        (["--prompt", "a", "--seed", "-1"], "--seed: expected"),
+        (["--prompt", "a", "--seed", "9223372036854775808"], "--seed: expected"),
         (["--prompt", "a", "--dtype", "int4"], "'--dtype'"),
         (["--prompt", "a", "--quantize", "int4"], "'--quantize'"),
         (
@@ -318,7 +318,7 @@ def test_random_mistakes_in_any_flag_are_one_line_that_names_it(run, tmp_path, n
     rng, command = random.Random(name), COMMANDS[name]
     hints = get_type_hints(command.callback)
     options = [each for each in command.params if each.param_type_name == "option"]
-    switches = [each.opts[0] for each in options if hints[each.name] is bool]
+    switches = [each.opts[0] for each in options if hints[each.name] in (bool, bool | None)]
     for option in options:
         kinds = {get_origin(kind) or kind for kind in (hints[option.name], *get_args(hints[option.name]))}
         flags = [*option.opts, *option.secondary_opts]

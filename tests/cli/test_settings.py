@@ -29,7 +29,7 @@ def settings_of_lines(draw) -> dict[str, object]:
         "temperature": st.floats(0, 5) | st.integers(0, 5),
         "top_k": st.integers(0, 2**31 - 1),
         "top_p": st.floats(0.01, 1) | st.just(1),
-        "seed": st.integers(0, 2**62),
+        "seed": st.integers(-(2**63), 2**62),
         "min_p": st.floats(0, 1),
         "repetition_penalty": st.floats(0.1, 3),
         "presence_penalty": st.floats(-2, 2),
@@ -40,6 +40,10 @@ def settings_of_lines(draw) -> dict[str, object]:
         "stop_token_ids": st.lists(st.integers(0, 2**63 - 1)),
         "ignore_eos": st.booleans(),
         "n": st.integers(1, 9),
+        "min_tokens": st.integers(0, 1),
+        "logit_bias": st.none() | st.dictionaries(st.integers(0, 2**59).map(str), st.floats(-100, 100)),
+        "include_stop_str_in_output": st.booleans(),
+        "skip_special_tokens": st.booleans(),
     }
     assert values.keys() == {field.name for field in fields(SamplingParams)}, (
         "every setting of a line is drawn"

@@ -9,7 +9,7 @@ has a certain id, the request ends in an error, and its neighbours do not.
 import copy
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -36,6 +36,10 @@ KINDS = (
     SamplingParams(temperature=1.2, seed=7, top_k=20),
     SamplingParams(frequency_penalty=0.9, repetition_penalty=1.3, logprobs=2),
     SamplingParams(temperature=0.8, seed=3, top_p=0.9, min_p=0.02, presence_penalty=0.5),
+    SamplingParams(min_tokens=6, logit_bias={20: 2.0, 35: 2.0, 8: 1.0, 19: 1.5}),
+    SamplingParams(
+        temperature=1.0, seed=-5, min_tokens=3, logit_bias={4: 2.5, 7: -100}, frequency_penalty=0.3
+    ),
 )
 """How a request is sampled, by its arrival's seed."""
 
@@ -89,15 +93,20 @@ def stop_ids(trace: Trace) -> list[int]:
 
 
 def sampling(arrival: Arrival) -> SamplingParams:
-    return KINDS[arrival.seed % len(KINDS)]
+    kind = KINDS[arrival.seed % len(KINDS)]
+    return replace(kind, min_tokens=min(kind.min_tokens, arrival.max_new_tokens))
 
 
-@cache
-def text(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int = 40) -> Completion:
-    """The model's tokens alone, one per step, without any end."""
-    alone = Engine(model(), max_rows=1, max_model_len=len(prompt) + num_tokens, compile=False)
-    (completion,) = alone.generate([list(prompt)], params, max_new_tokens=num_tokens)
-    return completion
+def text(prompt: list[int], params: SamplingParams, ends: list[int]) -> Completion:
+    """The model's tokens alone, one per step, up to any of `ends`."""
+    key = repr((prompt, params, ends))
+    if key not in _TEXTS:
+        alone = Engine(model(), max_rows=1, max_model_len=len(prompt) + 40, compile=False)
+        (_TEXTS[key],) = alone.generate([prompt], params, max_new_tokens=40, stop_ids=ends)
+    return _TEXTS[key]
+
+
+_TEXTS: dict[str, Completion] = {}
 
 
 class StopsAfter:
@@ -110,6 +119,11 @@ class StopsAfter:
     def feed(self, tokens: list[int], *, is_end: bool) -> Found | None:
         before, self.num_left = self.num_left, self.num_left - len(tokens)
         return Found(before, "...") if 0 < before <= len(tokens) else None
+
+
+def prepare_texts(trace: Trace) -> None:
+    for arrival in trace.arrivals:
+        text(arrival.prompt(), sampling(arrival), stop_ids(trace))
 
 
 @dataclass
@@ -167,10 +181,8 @@ class EngineRun:
         scheduler.update = watched
 
     def run(self) -> Outcome:
-        for (
-            text_of
-        ) in self.trace.arrivals:  # before this engine's caches are used: they belong to the newest engine
-            text(tuple(text_of.prompt()), sampling(text_of))
+        # Before this engine's caches are used: they belong to the newest engine.
+        prepare_texts(self.trace)
         with_new_caches(self.engine, self.engine.config.num_pages)
         arrivals = self.trace.arrivals
         clock, last = 0, max(arrival.step for arrival in arrivals)
@@ -222,7 +234,7 @@ class EngineRun:
         What an n-gram drafter drafts is checked first.
         """
         for request, row in self.watch.rows(self.requests.values()):
-            known = text(tuple(request.prompt), request.params).token_ids
+            known = text(request.prompt, request.params, stop_ids(self.trace)).token_ids
             start = int(verified.num_cached[row]) + 1 - len(request.prompt)
             if self.trace.drafter == "ngram" and verified.active[row]:
                 so_far = [*request.prompt, *known[:start]]
@@ -251,7 +263,7 @@ class EngineRun:
 
     def _check_request(self, number: int, arrival: Arrival, request: Request) -> None:
         completion, ends = request.completion, stop_ids(self.trace)
-        alone = text(tuple(arrival.prompt()), sampling(arrival))
+        alone = text(arrival.prompt(), sampling(arrival), ends)
         limit = min(arrival.max_new_tokens, self.max_model_len - len(request.prompt))
         whole = next((i + 1 for i, token in enumerate(alone.token_ids[:limit]) if token in ends), limit)
         reason = "stop" if alone.token_ids[whole - 1] in ends else "length"

@@ -24,12 +24,12 @@ from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
 from tests.engine.engines import engine, with_new_caches
 from tests.models_for_tests import caches_of, one_layer_model
 
-K, STOP_IDS = 3, 8
+K = 3
 
 
 @cache
 def state_of(rows: int) -> DecodeState:
-    return DecodeState.allocate(rows, K, max_pages=1, num_stop_ids=STOP_IDS)
+    return DecodeState.allocate(rows, K, max_pages=1)
 
 
 class Graphs:
@@ -138,7 +138,7 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
 def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_checked() -> None:
     graphs, captures = Graphs(cost=1), captures_of(4, None)
     graphs.graph = graphs
-    other = DecodeState.allocate(4, K, max_pages=1, num_stop_ids=STOP_IDS)
+    other = DecodeState.allocate(4, K, max_pages=1)
     with graphs.instead_of_torch():
         step = captures.measured("greedy", graphs.step)
         assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]

@@ -6,6 +6,7 @@
 import os
 import random
 import re
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,18 @@ def run(kind: str, draw: random.Random) -> tuple[list[int], Request, list[str]]:
     """Random tokens, the request that they are reported to in steps of random sizes, and what its stream gave."""
     tokenizer, stops = KINDS[kind](), draw.choice(STOPS)
     ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 25))]
-    reader = TextReader(tokenizer, stops)
-    request = Request([1], 100, params=SamplingParams(stop=stops), reader=reader)
-    stream, pieces, left = TextStream(tokenizer, stops), [], ids
+    params = SamplingParams(
+        stop=stops,
+        min_tokens=draw.choice([0, 0, 3, 9]),
+        include_stop_str_in_output=draw.random() < 0.3,
+        skip_special_tokens=draw.random() < 0.7,
+    )
+    if draw.random() < 0.5:
+        params = SamplingParams(stop=stops)
+    request = Request([1], 100, params=params, reader=TextReader(tokenizer, params))
+    if draw.random() < 0.3:
+        request.stop_ids = frozenset(ids[-1:])
+    stream, pieces, left = TextStream(tokenizer, params), [], ids
     while left and not request.has_ended:
         new, left = left[: (count := draw.randrange(1, 6))], left[count:]
         request.take(RowReport(new, active=bool(left)), is_step=True)
@@ -45,6 +55,9 @@ def test_pieces_join_to_the_text(kind: str) -> None:
         assert "".join(pieces) == completion.text, (kind, seed)
         raised = any(token % 41 == 40 for token in completion.token_ids) and kind == "raises"
         assert (completion.finish_reason == "error") == raised
+        params = request.params
+        if params != SamplingParams(stop=params.stop) or request.stop_ids:
+            continue
         if completion.finish_reason == "stop":
             num_stopped += 1
             assert not any(stop in completion.text for stop in request.params.stop_strings)
@@ -56,6 +69,51 @@ def test_pieces_join_to_the_text(kind: str) -> None:
                 assert completion.text == whole
     assert num_stopped or kind == "in_python"
     assert num_plain or kind in ("word_piece", "in_python")
+
+
+WORD, SPECIAL = "▁the", "<|user|>"
+
+
+@pytest.mark.parametrize("sizes", [[6], [1] * 6, [2, 4], [4, 2]])
+@pytest.mark.parametrize(
+    ("fields", "text", "num_tokens"),
+    [
+        ({"stop": "cat"}, "the ", 2),
+        ({"stop": "cat", "include_stop_str_in_output": True}, "the cat", 2),
+        ({"stop": ["cat", "cat the"], "min_tokens": 2}, "the ", 3),
+        ({"stop": "cat", "min_tokens": 2}, "the cat the ", 5),
+        ({"stop": "cat", "min_tokens": 5}, "the cat the cat", 6),
+        ({"stop": "the", "min_tokens": 2, "include_stop_str_in_output": True}, "the cat the", 3),
+        ({"stop": SPECIAL}, "the cat the cat", 6),
+        ({"stop": SPECIAL, "skip_special_tokens": False}, "the cat the", 4),
+        ({"skip_special_tokens": False}, f"the cat the{SPECIAL} cat", 6),
+        (
+            {"skip_special_tokens": False, "include_stop_str_in_output": True},
+            f"the cat the{SPECIAL} cat</s>",
+            6,
+        ),
+    ],
+    ids=str,
+)
+def test_a_text_ends_as_its_parameters_say(
+    sizes: list[int], fields: dict[str, Any], text: str, num_tokens: int
+) -> None:
+    """vLLM's rules: a stop string ends after `min_tokens` tokens, and what ends a text is not part of it."""
+    tokenizer = KINDS["metaspace"]()
+    ids = tokenizer.convert_tokens_to_ids([WORD, "▁cat", WORD, SPECIAL, "▁cat", "</s>"])
+    params = SamplingParams(**fields)
+    request = Request(
+        [1], 100, params=params, reader=TextReader(tokenizer, params), stop_ids=frozenset(ids[-1:])
+    )
+    stream, shown, left = TextStream(tokenizer, params), "", ids
+    for size in sizes:
+        new, left = left[:size], left[size:]
+        if not request.has_ended:
+            request.take(RowReport(new, active=bool(left)), is_step=True)
+            shown += stream.feed(request.completion)
+    assert (request.completion.text, shown) == (text, text)
+    assert request.completion.token_ids == ids[:num_tokens]
+    assert request.completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

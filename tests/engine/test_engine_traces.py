@@ -21,7 +21,7 @@ from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Scheduler
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
+from tests.engine.engine_traces import POISONS, Outcome, prepare_texts, run
 from tests.engine.toy_engine import Arrival, Trace, batch_invariant_traces, check_traces, traces
 
 
@@ -91,8 +91,14 @@ def a_state_serves_every_kind_of_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def penalties_forget_what_a_preempted_row_has_said(patch: pytest.MonkeyPatch) -> None:
-    write = rows._write_texts
-    patch.setattr(rows, "_write_texts", lambda *tensors: write(*tensors[:5], *(t[:0] for t in tensors[5:])))
+    write = Rows._write
+
+    def forgets(self: Rows, state: DecodeState, off: list[int], admitted: list[Request]) -> None:
+        write(self, state, off, admitted)
+        if state.num_emitted is not None:
+            state.num_emitted[self.of(admitted)] = 0
+
+    patch.setattr(Rows, "_write", forgets)
 
 
 def ended_requests_keep_their_pages(patch: pytest.MonkeyPatch) -> None:
@@ -165,8 +171,7 @@ def moved_rows_leave_their_history_behind(patch: pytest.MonkeyPatch) -> None:
 def test_the_traces_notice(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
     def fails(trace: Trace) -> bool:
         with pytest.MonkeyPatch.context() as patch:
-            for arrival in trace.arrivals:  # valid tokens are emitted before the mistake
-                text(tuple(arrival.prompt()), sampling(arrival))
+            prepare_texts(trace)  # valid tokens are emitted before the mistake
             mistake(patch)
             try:
                 run(trace)

@@ -41,7 +41,9 @@ WITH_LOGPROBS = [
     SamplingParams(
         temperature=0.9, seed=1, min_p=0.02, frequency_penalty=0.6, repetition_penalty=1.4, logprobs=2
     ),
-    SamplingParams(repetition_penalty=1.8, presence_penalty=-0.7, logprobs=0),
+    SamplingParams(
+        repetition_penalty=1.8, presence_penalty=-0.7, min_tokens=12, logit_bias={EOS: 9, 1: 2}, logprobs=0
+    ),
     SamplingParams(temperature=1.3, seed=3, top_k=12, top_p=0.9, frequency_penalty=1.5, logprobs=7),
 ]
 
@@ -110,12 +112,13 @@ def plain(
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> list[Completion]:
     """`run` without drafts, once for all tests that compare others with it."""
-    return _plain(tuple(grammars), sampling and tuple(sampling), tuple(map(tuple, prompts)))
+    key = tuple(grammars), repr((sampling, prompts))
+    if key not in _PLAIN:
+        _PLAIN[key] = run(0, grammars, sampling, prompts)
+    return _PLAIN[key]
 
 
-@cache
-def _plain(grammars: tuple, sampling: tuple | None, prompts: tuple) -> list[Completion]:
-    return run(0, grammars, sampling, [list(prompt) for prompt in prompts])
+_PLAIN: dict[object, list[Completion]] = {}
 
 
 def ids(completions: Sequence[Completion]) -> list[list[int]]:
@@ -206,7 +209,7 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
             text = prompt + emitted
             logits = scratch.model.logits(scratch.trunk(text)[-1])
             allowed = None if one is None else allowed_after(one, emitted)
-            assert token == defined_token(logits, len(text), prompt, emitted, params, allowed)
+            assert token == defined_token(logits, len(text), prompt, emitted, params, allowed, [EOS])
             raw = logits.double().log_softmax(-1)
             likely = raw.argsort(descending=True).tolist()
             assert list(place) == list(dict.fromkeys([token, *likely[: params.logprobs]]))
@@ -214,6 +217,18 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
                 assert entry.logprob == pytest.approx(float(raw[i]), abs=1e-5)
                 assert entry.rank == likely.index(i) + 1
             emitted.append(token)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_stop_id_waits_only_where_the_grammar_lets_the_text_go_on(k: int) -> None:
+    waits = SamplingParams(min_tokens=20, logit_bias={EOS: 100})
+    free = run(k, Grammar.from_regex("[ab]*", SMALL), waits)
+    assert [len(text_of(completion)) >= 20 and len(completion.token_ids) for completion in free] == [21] * 3
+    for completion in run(k, Grammar.from_regex("abc|d", SMALL), waits):
+        assert text_of(completion) in ("abc", "d")
+    for completion in run(k, grammar("dead"), waits):
+        assert completion.finish_reason == "error"
+        assert "".join(TOKENS[token] for token in completion.token_ids) in ("cdab", "cdbcd", "d")
 
 
 def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
+from mla_compile.engine.intake import Intake
+from mla_compile.sampling_params import MAX_STOP_IDS
 from tests.engine.engines import engine, finish, texts, with_lag
 from tests.models_for_tests import VOCAB, poison_caches
 
@@ -21,8 +23,10 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30
 MIXED = [
     SamplingParams(),
     SamplingParams(temperature=1.1, seed=4, logprobs=3),
-    SamplingParams(frequency_penalty=0.8, presence_penalty=0.3, repetition_penalty=1.2),
-    SamplingParams(temperature=0.9, seed=9, top_p=0.9, repetition_penalty=1.3, logprobs=7),
+    SamplingParams(
+        frequency_penalty=0.8, presence_penalty=0.3, repetition_penalty=1.2, logit_bias={5: 2, 9: -100}
+    ),
+    SamplingParams(temperature=0.9, seed=-9, top_p=0.9, repetition_penalty=1.3, logprobs=7, min_tokens=3),
 ]
 CHARACTERS = [chr(97 + i) for i in range(26)] + [chr(65 + i) for i in range(13)] + ["</s>"]
 
@@ -76,6 +80,28 @@ def test_requests_are_the_same_when_pages_run_out(k: int, expected: list[list[in
     assert all(c.acceptance_length is None or 1 <= c.acceptance_length <= k + 1 for c in got)
     for completion, params in zip(got, MIXED):
         assert (completion.logprobs is None) == (params.logprobs is None)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_stop_ids_wait_in_mixed_steps_and_after_preemptions(k: int) -> None:
+    """Beside rows whose stop ids do not wait, which have the tokens that they have alone."""
+    end, prompts = 7, [PROMPTS[i % 3] for i in range(6)]
+    waits = [
+        SamplingParams(min_tokens=i, logit_bias={end: 100} if i else None, temperature=i % 2, seed=i)
+        for i in (0, 5, 10, 15, 0, 20)
+    ]
+    mine = engine(k, num_pages=17)
+    requests = []
+    for prompt, params in zip(prompts, waits, strict=True):
+        requests.append(mine.add(prompt, params, max_new_tokens=24, stop_ids=[end]))
+        mine.step()
+    finish(mine)
+    assert mine.stats.num_preemptions and mine.stats.num_mixed_steps
+    for request, params in zip(requests, waits, strict=True):
+        (one,) = engine_for_one().generate([request.prompt], params, max_new_tokens=24, stop_ids=[end])
+        assert request.completion.token_ids == one.token_ids
+        if params.min_tokens:
+            assert one.token_ids.index(end) == len(one.token_ids) - 1 == params.min_tokens
 
 
 @pytest.mark.parametrize("k", [0, 2, 3])
@@ -250,11 +276,15 @@ def test_each_request_ends_where_its_own_parameters_say() -> None:
         replace(base, stop_token_ids=[mine]),
         replace(base, max_tokens=4),
         replace(base, ignore_eos=True, max_tokens=19),
+        replace(base, stop_token_ids=[mine, *range(VOCAB)], min_tokens=0),
+        replace(base, stop_token_ids=[mine], min_tokens=sooner),
+        replace(base, stop_token_ids=[mine], min_tokens=sooner + 1),
     ]
-    out = engine().generate([PROMPTS[3]] * 5, asked, max_new_tokens=20, stop_ids=[eos])
-    assert [len(c.token_ids) for c in out] == [later + 1, 20, sooner + 1, 4, 19]
-    assert [c.finish_reason for c in out] == ["stop", "length", "stop", "length", "length"]
+    *out, late = engine().generate([PROMPTS[3]] * 8, asked, max_new_tokens=20, stop_ids=[eos])
+    assert [len(c.token_ids) for c in out] == [later + 1, 20, sooner + 1, 4, 19, 1, sooner + 1]
+    assert [c.finish_reason for c in out] == ["stop", "length", "stop", "length", "length", "stop", "stop"]
     assert all(c.token_ids == whole[: len(c.token_ids)] for c in out)
+    assert late.token_ids[:sooner] == whole[:sooner] and late.token_ids[sooner] != mine
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -332,6 +362,14 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
 def test_a_bad_request_is_refused_alone_by_name(bad: object, message: str, under_way: Engine) -> None:
     with pytest.raises(MLAError, match=message):
         bad(under_way)
+
+
+def test_a_request_has_at_most_64_stop_ids() -> None:
+    intake = Intake(1000, 64, None)
+    params = SamplingParams(stop_token_ids=range(100, 120))
+    assert len(intake.request([1], params, 8, range(44), None).stop_ids) == MAX_STOP_IDS
+    with pytest.raises(MLAError, match=r"^stop_token_ids: expected at most 64 ids, .* included, got 65"):
+        intake.request([1], params, 8, [*range(44), 500], None)
 
 
 @pytest.mark.parametrize(

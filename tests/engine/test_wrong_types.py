@@ -49,7 +49,7 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
         {"prompts": [[1, 2]], "max_new_tokens": 3},
         "sampling stop_ids grammars choose",
     ),
-    "warm_up": (Engine.warm_up, {}, "sampling stop_ids prompts"),
+    "warm_up": (Engine.warm_up, {}, "sampling prompts"),
     "SamplingParams": (
         lambda of, **kwargs: of.generate([[1, 2]], SamplingParams(**kwargs), max_new_tokens=2),
         {},

@@ -52,6 +52,8 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
                     logprobs=2 if i == 3 else None,
                     frequency_penalty=0.5 if i == 4 else 0,
                     stop_token_ids=[7] if i == 5 else [],
+                    min_tokens=9 if i == 5 else 0,
+                    logit_bias={7: 3.0, 9: -100} if i >= 4 else None,
                 )
                 for i in range(6)
             ]

@@ -6,6 +6,7 @@ import json
 import random
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -86,9 +87,10 @@ def test_every_field_arrives() -> None:
     sampling = {
         "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1,
         "frequency_penalty": 2.0, "seed": 2**62, "n": 3, "stop": ["a", "b"], "stop_token_ids": [5, 6],
-        "ignore_eos": True, "max_tokens": 9,
+        "ignore_eos": True, "max_tokens": 9, "min_tokens": 4, "logit_bias": {"7": -100, "3071": 0.5},
+        "include_stop_str_in_output": True, "skip_special_tokens": False,
     }  # fmt: skip
-    rest = {"max_drafts": 0, "draft_positions": True, "stream": True}
+    rest = {"max_drafts": 0, "priority": 3, "draft_positions": True, "stream": True}
     options = {"stream_options": {"include_usage": True, "include_obfuscation": False}}
     for parse, logprobs in (
         (completion, {"logprobs": 4, "best_of": 3}),
@@ -97,10 +99,11 @@ def test_every_field_arrives() -> None:
         asked = parse(**sampling, **rest, **options, **logprobs)
         assert asked.params == SamplingParams(**sampling, logprobs=4)
         assert asked.body.stream and asked.body.draft_positions and asked.include_usage
-        assert {choice.max_drafts for choice in asked.choices()} == {0}
+        assert {(choice.max_drafts, choice.priority) for choice in asked.choices()} == {(0, 3)}
     assert chat(max_completion_tokens=9).params.max_tokens == 9
     assert chat(logprobs=True).params.logprobs == completion(logprobs=0).params.logprobs == 0
     assert chat(logprobs=False).params.logprobs is None
+    assert completion(seed=-(2**63)).params.seed == -(2**63)
     assert completion(stop="ab").params.stop_strings == ["ab"]
     assert completion(top_k=-1).params.top_k == 0
     assert completion(max_tokens=10**30).params.max_tokens == LIMITS.max_model_len - len(HELLO)
@@ -183,6 +186,33 @@ def test_the_chat_template_writes_the_messages() -> None:
     assert tokenize(messages=messages) == chat(messages=messages).prompts[0]
 
 
+def test_a_chat_may_go_on_with_its_last_message() -> None:
+    messages = [USER, {"role": "assistant", "content": "Hel"}]
+    whole = "user: Hi\nassistant: Hel"
+    for fields, expected in (
+        ({}, f"{whole}\nassistant:"),
+        ({"add_generation_prompt": True}, f"{whole}\nassistant:"),
+        ({"add_generation_prompt": False}, f"{whole}\n"),
+        ({"continue_final_message": True}, whole),
+        ({"continue_final_message": True, "add_generation_prompt": False}, whole),
+    ):
+        assert text_of(chat(messages=messages, **fields)) == expected
+        assert tokenize(messages=messages, **fields) == chat(messages=messages, **fields).prompts[0]
+
+
+def test_echo_is_the_text_of_each_prompt() -> None:
+    assert completion(echo=True, prompt=["Hello", HELLO, [0, *HELLO]]).echoes == [
+        "Hello",
+        "Hello",
+        "<|endoftext|>Hello",
+    ]
+    assert completion(echo=False).echoes is completion().echoes is None
+    limits = replace(LIMITS, max_model_len=2**20)
+    body = body_of({"echo": True, "n": 8}, {"prompt": "Hello " * 100_000})
+    with pytest.raises(BadRequest, match=r"^echo: expected prompts of at most 4194304 "):
+        parse_completion(body, tokenizer=TOKENIZER, limits=limits)
+
+
 def test_a_tokenizer_without_a_chat_template_is_an_error() -> None:
     without = copy.deepcopy(TOKENIZER)
     without.chat_template = None
@@ -239,8 +269,37 @@ BAD = [
     (completion, {"prompt": [10**4000]}, "prompt", None),
     *[
         (completion, {name: value}, name, None)
-        for name in ("max_tokens", "top_k", "seed", "n", "max_drafts", "logprobs", "best_of")
+        for name in (
+            "max_tokens",
+            "top_k",
+            "n",
+            "max_drafts",
+            "logprobs",
+            "best_of",
+            "min_tokens",
+            "priority",
+        )
         for value in ("5", 5.5, 5.0, True, [], {}, -2, -(10**400))
+    ],
+    *[(completion, {"seed": value}, "seed", None) for value in ("5", 5.5, True, [], 2**63, -(2**63) - 1)],
+    *[
+        (completion, {"logit_bias": value}, "logit_bias", None)
+        for value in (
+            True,
+            [],
+            [5],
+            {"a": 1},
+            {"05": 1},
+            {"-1": 1},
+            {"3072": 1},
+            {"5": 101},
+            {"5": -100.5},
+            {"5": True},
+            {"5": "1"},
+            {"5": None},
+            {str(i): 1 for i in range(301)},
+            {"9" * 5000: 1},
+        )
     ],
     *[
         (completion, {name: value}, name, None)
@@ -256,9 +315,25 @@ BAD = [
     ],
     *[
         (completion, {name: value}, name, None)
-        for name in ("ignore_eos", "stream", "draft_positions")
+        for name in (
+            "ignore_eos",
+            "stream",
+            "draft_positions",
+            "echo",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+        )
         for value in (0, 1, "true", [])
     ],
+    (completion, {"min_tokens": 17}, "min_tokens", None),
+    (completion, {"min_tokens": 10, "max_tokens": 9}, "min_tokens", None),
+    (chat, {"min_tokens": 10, "max_completion_tokens": 9}, "min_tokens", None),
+    (chat, {"min_tokens": 256}, "min_tokens", None),
+    (completion, {"echo": True, "logprobs": 0}, "echo", None),
+    (chat, {"echo": True}, "echo", "unknown_parameter"),
+    (completion, {"continue_final_message": True}, "continue_final_message", "unknown_parameter"),
+    (chat, {"continue_final_message": 1}, "continue_final_message", None),
+    (chat, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", None),
     (completion, {"max_tokens": 0}, "max_tokens", None),
     (completion, {"logprobs": 21}, "logprobs", None),
     (completion, {"n": 9}, "n", None),
@@ -270,7 +345,7 @@ BAD = [
     (completion, {"stop": ["a", 1]}, "stop[1]", None),
     (completion, {"stop": ["a"] * 17}, "stop", None),
     (completion, {"stop": "a" * 1025}, "stop[0]", None),
-    (completion, {"stop_token_ids": [1] * 8}, "stop_token_ids", None),
+    (completion, {"stop_token_ids": [1] * 128}, "stop_token_ids", None),
     (completion, {"stop_token_ids": [3072]}, "stop_token_ids", None),
     (completion, {"stop_token_ids": [1, True]}, "stop_token_ids[1]", None),
     (completion, {"stream": True, "stream_options": {"a" * 600: 1}}, f"stream_options.{'a' * 85}", None),
@@ -397,7 +472,12 @@ def test_grammars_of_each_kind_arrive() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {"enum": ["é"]}}}
     text = json.dumps(schema)
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    bare, empty = (
+        {"type": "json_schema", "json_schema": given} for given in ({"schema": schema}, {"name": "x"})
+    )
     for fields, expected in (
+        ({"response_format": bare}, GrammarSource("json_schema", text)),
+        ({"response_format": empty}, GrammarSource("json_schema", '{"type": "object"}')),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, GrammarSource("json_schema", '{"type": "object"}')),
         ({"response_format": form}, GrammarSource("json_schema", text)),
@@ -429,16 +509,19 @@ VALID: list[tuple[dict[str, Any], Callable[..., CompletionsAsked | list[int]]]] 
     ({
         "model": "shipped", "prompt": ["Hello", [1, 2]], "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "n": 2,
         "seed": 7, "stop": ["a"], "stop_token_ids": [3], "logprobs": 2, "stream": True,
-        "stream_options": {"include_usage": True}, "user": "x", "logit_bias": {}, "best_of": 2, "max_drafts": 1,
+        "stream_options": {"include_usage": True}, "user": "x", "logit_bias": {"5": 1}, "best_of": 2, "max_drafts": 1,
         "structured_outputs": {"choice": ["a", "b"]}, "draft_positions": True, "top_k": 3, "presence_penalty": 1,
         "add_special_tokens": False,
+        "min_tokens": 2, "priority": 1, "skip_special_tokens": False,
     }, parse_completion),
+    ({"model": "shipped", "prompt": ["Hello", [1, 2]], "echo": True, "seed": -7, "min_tokens": 1}, parse_completion),
     ({
         "model": "shipped", "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
         "max_completion_tokens": 5, "temperature": 1, "logprobs": True, "top_logprobs": 2, "tools": [],
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
         "metadata": {"a": "b"}, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": False, "tool_choice": "none",
         "chat_template_kwargs": {"thinking": True}, "reasoning_effort": "low",
+        "continue_final_message": True, "add_generation_prompt": False,
     }, parse_chat),
     ({"model": "shipped", "prompt": "Hello", "add_special_tokens": False}, parse_tokenize),
     ({"messages": [USER], "chat_template_kwargs": {"reasoning_effort": [1.5, {"a": "b"}]}}, parse_tokenize),
@@ -609,6 +692,8 @@ def check_asked(asked: CompletionsAsked | list[int]) -> None:
     for one in choices:
         assert 1 <= len(one.prompt) < LIMITS.max_model_len and all(0 <= token < 3072 for token in one.prompt)
         assert one.params.max_tokens is not None and 1 <= one.params.max_tokens < LIMITS.max_model_len
-        assert one.params.n == 1 and 0 <= one.params.seed < 2**63
+        assert one.params.n == 1 and -(2**63) <= one.params.seed < 2**63
+        assert one.params.min_tokens <= one.params.max_tokens and 0 <= one.priority < 2**63
+        assert all(0 <= token < 3072 for token in one.params.logit_bias or ())
         assert one.grammar is None or one.grammar.text.encode() is not None
         assert one.max_drafts is None or one.max_drafts >= 0

@@ -43,6 +43,7 @@ def asked_for(
     is_chat: bool = False,
     include_usage: bool = False,
     draft_positions: bool = False,
+    echoes: list[str] | None = None,
 ) -> CompletionsAsked:
     kind, what = (
         (ChatBody, {"messages": [{"role": "user", "content": "Hi"}]})
@@ -52,7 +53,7 @@ def asked_for(
     options = {"include_usage": include_usage}
     body = kind(model="shipped", stream_options=options, draft_positions=draft_positions, **what)
     params = SamplingParams(n=n, stop=stop, max_tokens=50, logprobs=top_logprobs)
-    return CompletionsAsked(body, [[1, 2, 3]] * num_prompts, params)
+    return CompletionsAsked(body, [[1, 2, 3]] * num_prompts, params, echoes=echoes)
 
 
 def updates_of(
@@ -60,7 +61,7 @@ def updates_of(
 ) -> list[Update]:
     """The engine's updates of a completion, in steps of a few tokens or none; a stop string ends it with the step
     that completes it."""
-    found = TextReader(TOKENIZER, stop).feed(token_ids)
+    found = TextReader(TOKENIZER, SamplingParams(stop=stop)).feed(token_ids)
     token_ids = token_ids if found is None else token_ids[: found.num_tokens]
     updates: list[Update] = []
     while token_ids:
@@ -131,6 +132,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
     is_chat=st.booleans(),
     draft_positions=st.booleans(),
     include_usage=st.booleans(),
+    echo=st.none() | TEXTS,
     draw=st.randoms(use_true_random=False),
 )
 def test_chunks_join_to_the_whole(
@@ -140,11 +142,13 @@ def test_chunks_join_to_the_whole(
     is_chat: bool,
     draft_positions: bool,
     include_usage: bool,
+    echo: str | None,
     draw: random.Random,
 ) -> None:
+    echoes = None if echo is None or is_chat or top_logprobs is not None else [echo]
     asked = asked_for(
         n=len(texts), stop=stop, top_logprobs=top_logprobs, is_chat=is_chat, include_usage=include_usage,
-        draft_positions=draft_positions,
+        draft_positions=draft_positions, echoes=echoes,
     )  # fmt: skip
     streamed, at_once = Response(asked, VOCABULARY), Response(asked, VOCABULARY)
     pending = [
@@ -171,7 +175,8 @@ def test_chunks_join_to_the_whole(
     for index, choice in enumerate(whole["choices"]):
         assert joined(chunks, index) == choice
         text = choice["message"]["content"] if is_chat else choice["text"]
-        assert text == (text_of(TOKENIZER, all_ids[index]) if ends[index].text is None else ends[index].text)
+        own = text_of(TOKENIZER, all_ids[index]) if ends[index].text is None else ends[index].text
+        assert text == (echoes or [""])[0] + (own or "")
         assert choice["finish_reason"] == ends[index].finish_reason
         assert choice.get("token_ids", all_ids[index]) == all_ids[index]
         if choice["logprobs"] is not None:
@@ -260,6 +265,13 @@ def test_what_the_engine_did_not_complete_is_an_error(is_chat: bool) -> None:
             response = Response(asked_for(is_chat=is_chat), VOCABULARY)
             with pytest.raises(CompletionFailed, match=match):
                 getattr(response, method)(0, update)
+
+
+def test_each_choice_begins_with_its_own_prompt() -> None:
+    for names in (["first", "second"], None):
+        response = Response(asked_for(num_prompts=2, n=2, echoes=names), VOCABULARY)
+        found = [choice["text"] for chunk in response.opening() for choice in chunk["choices"]]
+        assert found == (["first", "first", "second", "second"] if names else [])
 
 
 def test_a_prompt_counts_once() -> None:

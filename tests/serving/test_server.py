@@ -84,6 +84,39 @@ CASES: dict[str, tuple[dict[str, Any], SamplingParams]] = {
         SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, max_tokens=24),
     ),
     "stop": ({**GREEDY, "stop": ["court", "z"]}, SamplingParams(stop=["court", "z"], max_tokens=24)),
+    "biased": (
+        {**GREEDY, "logit_bias": {"0": 100, "70": -5}, "extra_body": {"min_tokens": 5, "priority": 2}},
+        SamplingParams(logit_bias={0: 100, 70: -5}, min_tokens=5, max_tokens=24),
+    ),
+    "biased without drafts": (
+        {**GREEDY, "logit_bias": {"0": 100}, "extra_body": {"min_tokens": 5, "max_drafts": 0}},
+        SamplingParams(logit_bias={0: 100}, min_tokens=5, max_tokens=24),
+    ),
+    "ends": (
+        {
+            "temperature": 0.9,
+            "seed": -(2**63),
+            "stop": "e",
+            "logit_bias": {"0": 3},
+            "extra_body": {
+                "min_tokens": 4,
+                "include_stop_str_in_output": True,
+                "skip_special_tokens": False,
+                "stop_token_ids": list(range(100, 160)),
+            },
+        },
+        SamplingParams(
+            temperature=0.9,
+            seed=-(2**63),
+            stop="e",
+            logit_bias={0: 3},
+            min_tokens=4,
+            max_tokens=16,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            stop_token_ids=range(100, 160),
+        ),
+    ),
     "without drafts": ({**GREEDY, "extra_body": {"max_drafts": 0}}, SamplingParams(max_tokens=24)),
 }
 
@@ -109,8 +142,11 @@ def test_tokens_and_text_are_the_engines_whole_and_streamed(
     extras = [chunk.choices[0].model_extra or {} for chunk in chunks]
     assert [token for each in extras for token in each["token_ids"]] == want.token_ids
     drafts = [position for each in extras for position in each["draft_positions"]]
-    assert len(drafts) == len(want.token_ids) and (max(drafts) > 0) == (case != "without drafts")
+    assert len(drafts) == len(want.token_ids)
+    assert (max(drafts) > 0) == ("without drafts" not in case) or case == "ends"
     assert "".join(text for each in extras for text in each["token_texts"]).startswith(want.text or "")
+    if "biased" in case:
+        assert (len(want.token_ids), want.token_ids[-1], want.finish_reason) == (6, 0, "stop")
     assert last.choices == [] and last.usage is not None and last.usage == whole.usage
 
 
@@ -128,6 +164,27 @@ def test_many_prompts_and_choices_come_in_order(client: OpenAI, engine: Engine) 
     assert pieces == want
     ids = [TOKENIZER(text)["input_ids"] for text in SENTENCES]
     assert [choice.text for choice in client.completions.create(prompt=ids, **fields).choices] == want
+
+
+def test_echo_is_the_prompt_before_the_completion(client: OpenAI, engine: Engine) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=5)
+    wants = [completion.text or "" for completion in expected(engine, params, SENTENCES[:2])]
+    texts = [SENTENCES[i // 2] + want for i, want in enumerate(wants)]
+    fields: dict[str, Any] = {
+        "model": "shipped",
+        "temperature": 0.8,
+        "seed": 3,
+        "n": 2,
+        "max_tokens": 5,
+        "echo": True,
+    }
+    for prompt in (SENTENCES[:2], [TOKENIZER(text)["input_ids"] for text in SENTENCES[:2]]):
+        assert [choice.text for choice in client.completions.create(prompt=prompt, **fields).choices] == texts
+        pieces = [""] * 4
+        for chunk in client.completions.create(prompt=prompt, stream=True, **fields):
+            for choice in chunk.choices:
+                pieces[choice.index] += choice.text
+        assert pieces == texts
 
 
 def test_log_probabilities(client: OpenAI, engine: Engine) -> None:
@@ -193,6 +250,13 @@ def test_a_chat_is_a_completion_of_its_text(tmp_path: Path, engine: Engine) -> N
             for part in chunk.choices:
                 pieces[part.index] += part.delta.content or ""
         assert pieces == [each.text for each in want]
+        begun = [*messages, {"role": "assistant", "content": "And it"}]
+        (want,) = expected(engine, SamplingParams(max_tokens=8), [prompt + " And it"])
+        extra = {"continue_final_message": True, "add_generation_prompt": False}
+        found = chats.create(
+            model="shipped", messages=begun, temperature=0, max_tokens=8, extra_body=extra
+        ).choices[0]
+        assert found.message.content == want.text
         parsed = chats.parse(**fields, max_tokens=64, response_format=Verdict).choices[0].message.parsed
         assert isinstance(parsed, Verdict)
         for extra, written in (
@@ -230,7 +294,20 @@ def test_a_model_in_the_hugging_face_cache_is_served_by_its_name(tmp_path: Path,
 def test_mistakes_have_openais_shape_and_name_the_field(client: OpenAI, url: str) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt=PROMPT)
-    for field, value in {"temperature": -1, "n": 0, "logit_bias": {"5": 1}, "echo": True}.items():
+    wrong = {
+        "temperature": -1,
+        "n": 0,
+        "logit_bias": {"5": 101},
+        "suffix": "x",
+        "bad_words": ["x"],
+        "priority": -1,
+    }
+    for field, value in {
+        **wrong,
+        "min_tokens": 17,
+        "prompt_logprobs": 1,
+        "stop_token_ids": [1] * 128,
+    }.items():
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="shipped", prompt=PROMPT, extra_body={field: value})
         assert caught.value.param == field and caught.value.type == "invalid_request_error"

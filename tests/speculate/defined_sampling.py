@@ -24,6 +24,16 @@ def arguments_of(*rows: SamplingParams) -> dict[str, torch.Tensor]:
     }
 
 
+def defined_biases(logits: Vector, num_emitted: int, p: SamplingParams, stop_ids: Collection[int]) -> Vector:
+    """One vector of logits, id by id, in float64: as in vLLM's sampler, before penalties."""
+    out = logits.copy()
+    for token, bias in (p.logit_bias or {}).items():
+        out[token] += float(np.float32(bias))
+    if num_emitted < p.min_tokens:
+        out[list(stop_ids)] = -np.inf
+    return out
+
+
 def defined_penalties(
     logits: Vector, prompt: Sequence[int], emitted: Sequence[int], p: SamplingParams
 ) -> Vector:
@@ -62,10 +72,14 @@ def defined_token(
     emitted: Sequence[int],
     p: SamplingParams,
     allowed: Collection[int] | None = None,
+    stop_ids: Collection[int] = (),
 ) -> int:
     """The token at `position`, after `prompt` and `emitted`; `allowed` are the ids that a grammar leaves."""
-    values = defined_penalties(logits.double().numpy(), prompt, emitted, p)
+    values = defined_biases(logits.double().numpy(), len(emitted), p, stop_ids)
+    values = defined_penalties(values, prompt, emitted, p)
     if allowed is not None:
+        if not np.isfinite(values[list(allowed)]).any():  # stop ids wait only where another id is allowed
+            values = logits.double().numpy().copy()
         values[[i for i in range(len(values)) if i not in allowed]] = -np.inf
     if p.temperature == 0:
         return int(values.argmax())

@@ -1,8 +1,9 @@
-"""Penalties, min-p and log-probabilities: against their definitions, and the same with and without drafts."""
+"""What changes logits, min-p and log-probabilities: against their definitions, the same with and without drafts."""
 
 import math
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ from tests.speculate.defined_sampling import (
 )
 from tests.speculate.from_scratch import PAGE, FromScratch
 
-PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 4], [9], [10, 11, 12, 13], [14], [15, 15, 16]]
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 4], [9], [10, 11, 12, 13], [14], [15, 15, 16], [17, 18], [19, 3, 3]]
+STOP = 20
 MIXED = [
     SamplingParams(repetition_penalty=1.7),
     SamplingParams(temperature=0.8, seed=1, presence_penalty=0.7, frequency_penalty=0.4, min_p=0.02),
@@ -38,6 +40,8 @@ MIXED = [
     SamplingParams(temperature=1.2, seed=2, repetition_penalty=0.8, top_k=9, top_p=0.9),
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(logit_bias=dict.fromkeys(range(0, VOCAB, 2), 2.5) | {STOP: 100}, min_tokens=7),
+    SamplingParams(temperature=0.9, seed=-4, logit_bias={STOP: 4, 3: -100}, min_tokens=5, presence_penalty=1),
 ]
 
 
@@ -173,13 +177,17 @@ def test_min_p_comes_before_top_p() -> None:
 @pytest.mark.parametrize("k", range(4))
 def test_tokens_are_those_of_the_definitions_from_scratch(model: MLAForCausalLM, k: int) -> None:
     """Each expected token comes from a whole new forward and a text that is a Python list."""
-    got = tokens(eight_rows(k, model).generate(PROMPTS, max_new_tokens=20, sampling=MIXED))
-    for prompt, emitted, params in zip(PROMPTS, got, MIXED, strict=True):
+    ends = [STOP, 21]
+    out = eight_rows(k, model).generate(PROMPTS, max_new_tokens=20, sampling=MIXED, stop_ids=ends)
+    for prompt, emitted, params in zip(PROMPTS, tokens(out), MIXED, strict=True):
         scratch, text = FromScratch(tiny_model()), list(prompt)
-        for _ in range(20):
+        while len(text) < len(prompt) + 20 and text[-1] not in ends:
             logits = scratch.model.logits(scratch.trunk(text)[-1])
-            text.append(defined_token(logits, len(text), prompt, text[len(prompt) :], params))
+            text.append(defined_token(logits, len(text), prompt, text[len(prompt) :], params, stop_ids=ends))
         assert emitted == text[len(prompt) :], params
+    assert len(out[6].token_ids) == 8 and out[6].finish_reason == "stop", (
+        "the first token that may be the end is"
+    )
 
 
 @pytest.mark.long
@@ -198,9 +206,11 @@ def test_drafts_change_no_token_of_rows_with_and_without_penalties(
 
 
 def test_rows_without_penalties_are_as_in_a_batch_without_any(model: MLAForCausalLM) -> None:
-    mixed = eight_rows(2, model).generate(PROMPTS, max_new_tokens=30, sampling=MIXED)
-    alone = eight_rows(2, model).generate(PROMPTS[4:], max_new_tokens=30, sampling=MIXED[4:])
-    assert tokens(mixed)[4:] == tokens(alone)
+    mixed = eight_rows(2, model).generate(PROMPTS, max_new_tokens=30, sampling=MIXED, stop_ids=[STOP])
+    alone = eight_rows(2, model).generate(
+        PROMPTS[4:6], max_new_tokens=30, sampling=MIXED[4:6], stop_ids=[STOP]
+    )
+    assert tokens(mixed)[4:6] == tokens(alone)
 
 
 def test_penalties_change_greedy_tokens(model: MLAForCausalLM) -> None:
@@ -273,7 +283,7 @@ def test_an_engine_forgets_the_last_batch(model: MLAForCausalLM) -> None:
 def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose_for(
     model: MLAForCausalLM,
 ) -> None:
-    step, state = start(eight_rows(3, model), PROMPTS, 40, MIXED, [])
+    step, state = start(eight_rows(3, model), PROMPTS, 40, MIXED, [STOP])
     oracle = FromScratch(tiny_model())
     emitted = [[token] for token in state.last_token[: len(PROMPTS)].tolist()]
     for _ in range(3):
@@ -281,10 +291,11 @@ def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose
             text = list(emitted[row])
 
             def choose(logits: torch.Tensor, position: int, text=text, prompt=prompt, params=params) -> int:
-                text.append(defined_token(logits, position, prompt, text, params))
+                text.append(defined_token(logits, position, prompt, text, params, stop_ids=[STOP]))
                 return text[-1]
 
-            assert state.drafts[row].tolist() == oracle.drafts(prompt + emitted[row], 3, choose)
+            if state.active[row]:
+                assert state.drafts[row].tolist() == oracle.drafts(prompt + emitted[row], 3, choose)
         step(state)
         for row, text in enumerate(emitted):
             text += state.report[row, FIRST_TOKEN : FIRST_TOKEN + int(state.report[row, 0])].tolist()
@@ -314,7 +325,32 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
         np.testing.assert_allclose(values[row, j].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-WANTED = [3, None, 0, 5, 1, 2]
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {VOCAB: 1}}, rf"logit_bias: expected token ids in \[0, {VOCAB}\), got {VOCAB}"),
+        ({"min_tokens": 9}, "min_tokens: expected at most max_tokens = 8, got 9"),
+        (
+            {"min_tokens": 1, "stop_token_ids": range(VOCAB)},
+            "min_tokens: expected 0 if every token is a stop id",
+        ),
+    ],
+)
+def test_what_the_model_or_the_call_rules_out_is_refused_by_name(
+    model: MLAForCausalLM, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MLAError, match=message):
+        eight_rows(0, model).add([1], SamplingParams(**fields), max_new_tokens=8)
+
+
+def test_a_change_of_the_callers_biases_after_the_call_has_no_effect() -> None:
+    bias: dict[int | str, float] = {"5": 1.0, 6: 2}
+    params = SamplingParams(logit_bias=bias)
+    bias[7] = 1000.0
+    assert params.logit_bias == {5: 1.0, 6: 2}
+
+
+WANTED = [3, None, 0, 5, 1, 2, 4, None]
 
 
 def with_logprobs(mixed: list[SamplingParams]) -> list[SamplingParams]:
@@ -357,7 +393,7 @@ def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding
     asked = with_logprobs(MIXED)
     plain = eight_rows(0, model).generate(PROMPTS, max_new_tokens=30, sampling=asked, stop_ids=[20])
     compiled = eight_rows(2, model, compile=True)
-    for rows in (6, 3):
+    for rows in (8, 3):
         got = compiled.generate(PROMPTS[:rows], max_new_tokens=30, sampling=asked[:rows], stop_ids=[20])
         assert tokens(got) == tokens(plain)[:rows]
         for mine, expected in zip(got, plain, strict=False):
@@ -378,7 +414,7 @@ def test_requests_of_every_kind_share_three_compiled_parts() -> None:
     mine.warm_up()
     assert compile_counters()["graphs"] - before == 3, "verify, and advance for greedy and sampled rows"
     for params in (SamplingParams(), *MIXED, *with_logprobs(MIXED), SamplingParams(logprobs=20)):
-        mine.generate(PROMPTS[:2], max_new_tokens=4, sampling=params, stop_ids=[20])
+        mine.generate(PROMPTS[:2], max_new_tokens=8, sampling=params, stop_ids=[20])
     assert compile_counters()["graphs"] - before == 3
 
 
@@ -415,6 +451,24 @@ def test_logprobs_are_refused_where_tokens_are_chosen_on_the_host(model: MLAForC
         {"logprobs": 21},
         {"logprobs": 1.0},
         {"logprobs": True},
+        {"min_tokens": -1},
+        {"min_tokens": 1.0},
+        {"min_tokens": 6, "max_tokens": 5},
+        {"logit_bias": [5]},
+        {"logit_bias": {5: 100.5}},
+        {"logit_bias": {5: math.nan}},
+        {"logit_bias": {5: -math.inf}},
+        {"logit_bias": {5: None}},
+        {"logit_bias": {5: True}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {2**63: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {"05": 1.0}},
+        {"logit_bias": {"x": 1.0}},
+        {"logit_bias": {5: 1.0, "5": 1.0}},
+        {"logit_bias": dict.fromkeys(range(301), 1.0)},
+        {"include_stop_str_in_output": 1},
+        {"skip_special_tokens": None},
     ],
     ids=str,
 )

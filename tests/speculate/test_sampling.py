@@ -30,9 +30,10 @@ def test_noise_is_standard_gumbel() -> None:
 
 
 def test_noise_differs_by_seed_position_and_id_and_is_uncorrelated() -> None:
-    noise = gumbel_noise(torch.tensor([[0], [1], [2**40], [2**62]]), torch.arange(300).expand(4, -1), 200)
-    series = noise.reshape(4, -1).double()
-    pairs = torch.corrcoef(series) - torch.eye(4)
+    seeds = torch.tensor([[0], [1], [2**40], [2**62], [-1], [-(2**40)], [-(2**63)], [2**63 - 1], [2**32 - 1]])
+    noise = gumbel_noise(seeds, torch.arange(300).expand(len(seeds), -1), 200)
+    series = noise.reshape(len(seeds), -1).double()
+    pairs = torch.corrcoef(series) - torch.eye(len(seeds))
     assert pairs.abs().max() < 0.02
     by_position, by_id = noise[0].double(), noise[0].T.double()
     assert (torch.corrcoef(by_position[:50]) - torch.eye(50)).abs().max() < 0.4
@@ -103,7 +104,7 @@ def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
         {"top_p": 1.5},
         {"top_p": math.nan},
         {"top_p": Fraction(1, 10**400)},
-        {"seed": -1},
+        {"seed": -(2**63) - 1},
         {"seed": 2**63},
         {"stop_token_ids": [2**63]},
         {"stop_token_ids": [-(2**63) - 1]},

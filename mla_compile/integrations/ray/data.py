@@ -138,6 +138,8 @@ class EngineActor:
         """The running completions of a record; if it is invalid, one that has ended with an error."""
         try:
             given = {name: value for name, value in record.items() if value is not None}
+            if "logit_bias" in given:
+                given["logit_bias"] = _biases(given["logit_bias"])
             prompt = self._encode({name: given.pop(name) for name in _PROMPTS if name in given})
             copies = replace(self._sampling, **given).copies()
             return [self._add(prompt, params) for params in copies]
@@ -157,6 +159,13 @@ class EngineActor:
         if kind is not _PROMPTS[name]:
             raise MLAError(name, f"a {_PROMPTS[name].__name__}", kind.__name__)
         return self._checkpoint.encode(prompt, name)
+
+
+def _biases(given: Any) -> Any:
+    """A map of Arrow, which comes as pairs, or a struct, which has the keys of all records; else what is given."""
+    if isinstance(given, list) and all(isinstance(pair, tuple) for pair in given):
+        return dict(given)
+    return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
 
 
 def _check_columns(batch: object) -> None:

@@ -43,6 +43,9 @@ def drawn_records(seed: int, count: int) -> list[dict[str, Any]]:
             "logprobs": rng.choice([None, 0, 2]),
             "stop": rng.choice([None, ["a"], [" the", "."]]),
             "top_k": rng.choice([None, 4]),
+            "min_tokens": rng.choice([None, 1]),
+            "logit_bias": rng.choice([None, {str(i): 1.5, "7": -100.0}]),
+            "skip_special_tokens": rng.choice([None, False]),
         }
         for i in range(count)
     ]
@@ -52,18 +55,21 @@ def params_of(record: dict[str, Any]) -> SamplingParams:
     given = {
         name: value for name, value in record.items() if name not in ("id", "prompt", "prompt_token_ids")
     }
+    if given["logit_bias"] is not None:
+        given["logit_bias"] = {token: bias for token, bias in given["logit_bias"].items() if bias is not None}
     return replace(SamplingParams(), **{name: value for name, value in given.items() if value is not None})
 
 
 @pytest.mark.long
 def test_a_batch_has_the_completions_of_generate_beside_its_own_columns(actor: EngineActor) -> None:
     records = drawn_records(seed=0, count=24)
-    completed = actor(pa.Table.from_pylist(records)).to_pylist()
+    given = pa.Table.from_pylist(records)
+    completed, table = actor(given).to_pylist(), given.to_pylist()
     prompts, sampling = [record["prompt"] for record in records], [params_of(record) for record in records]
     expected = generate(prompts, sampling=sampling, max_new_tokens=6, compile=False)
     assert len(completed) == len(expected) > len(records)
     for got, completion in zip(completed, expected):
-        assert {name: got[name] for name in records[0]} == records[completion.prompt_index]
+        assert {name: got[name] for name in records[0]} == table[completion.prompt_index]
         assert (got["index"], got["token_ids"]) == (completion.index, completion.token_ids)
         assert (got["text"], got["finish_reason"]) == (completion.text, completion.finish_reason)
         assert got["error"] is None
@@ -76,6 +82,13 @@ def test_a_batch_has_the_completions_of_generate_beside_its_own_columns(actor: E
             assert ranks == [(token, logprob.rank) for token, logprob in known.items()]
             compared = [each["logprob"] for each in place]
             assert compared == pytest.approx([each.logprob for each in known.values()], abs=1e-4)
+
+
+def test_biases_may_be_a_map_of_arrow(actor: EngineActor) -> None:
+    column = pa.array([[(71, 100.0)], [], None], pa.map_(pa.int64(), pa.float64()))
+    prompts = ["In the beginning"] * 3
+    biased, *plain = actor(pa.table({"prompt": prompts, "logit_bias": column})).to_pylist()
+    assert set(biased["token_ids"]) == {71} and plain[0]["token_ids"] == plain[1]["token_ids"] != [71]
 
 
 def test_token_ids_are_prompts_too(actor: EngineActor) -> None:
@@ -96,6 +109,7 @@ def test_token_ids_are_prompts_too(actor: EngineActor) -> None:
         ({"temperature": -1.0}, "temperature: expected a finite number >= 0"),
         ({"n": 0}, "n: expected an integer in"),
         ({"stop": [""]}, "stop: expected strings that are not empty"),
+        ({"logit_bias": [5]}, "logit_bias: expected {token id: bias}, got list"),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else ",".join(value),
 )
@@ -104,7 +118,7 @@ def test_a_record_that_cannot_be_completed_has_an_error_and_the_others_go_on(
 ) -> None:
     record = {"prompt": "In the", "prompt_token_ids": None, "temperature": None, "n": None, "stop": None}
     columns = {"prompt_token_ids": pa.list_(pa.int64()), "temperature": pa.float64(), "n": pa.int64()}
-    columns = {"prompt": pa.string(), **columns, "stop": pa.list_(pa.string())}
+    columns |= {"prompt": pa.string(), "stop": pa.list_(pa.string()), "logit_bias": pa.list_(pa.int64())}
     completed = actor(pa.Table.from_pylist([record, record | wrong, record], pa.schema(columns))).to_pylist()
     good, bad, same = completed
     assert (bad["finish_reason"], bad["token_ids"], bad["text"]) == ("error", [], None)
