@@ -158,13 +158,13 @@ def env(
     verbose: Annotated[
         bool,
         Option(
-            "--verbose", help="List all candidates of each op, their constraints, and why they do not work."
+            "--verbose", help="List the candidates of each op, their constraints, and why they do not work."
         ),
     ] = False,
 ) -> None:
-    """Print versions, devices, and the candidates of each op.
+    """Print what runs models here by default, and versions.
 
-    Include it in bug reports.
+    Include it in bug reports, with --verbose if an op is slow or fails.
     """
     from mla_compile.cli.environment import print_environment
 
