@@ -51,12 +51,13 @@ def _defaults(device: torch.device) -> dict[str, str]:
     """What runs a model on this device unless a flag says otherwise."""
     is_gpu = device.type == "cuda"
     why_eager = None if is_gpu else cannot_compile()
+    compiled = "compiled before they run" if is_gpu else "eager until compiled, beside them"
     call = Call(*describe_device(device), captured=is_gpu)
     backends = [each for each in DECODE_BACKENDS if not each.batch_invariant and each.why_not(call) is None]
     return {
         "device": _gpus()[0] if is_gpu else _cpu(),
         "dtype": CheckpointSettings.dtype,
-        "steps": f"not compiled: {why_eager}" if why_eager else "compiled",
+        "steps": f"not compiled: {why_eager}" if why_eager else compiled,
         "CUDA graphs": "recorded" if is_gpu else f"none: {_why_no_cuda()}",
         "decode backend": ", else ".join(each.name for each in backends),
         "page size": f"{EngineFields.page_size} tokens",
