@@ -200,7 +200,7 @@ class EngineFields:
     decode_backend: str | None = setting(
         None,
         "serve",
-        "The decode backend of every step; `mla-compile env` lists them.",
+        "The decode backend of every step; `mla-compile env --verbose` lists them.",
         metavar="NAME",
         show_default="the fastest",
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option, echo
 
 from mla_compile.cli.flags import flags_of, taken
+from mla_compile.cli.machine import share_cores
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
 from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL
 from mla_compile.engine_settings import CheckpointSettings, EngineFields
@@ -85,6 +86,7 @@ def generate(
         expected = "an output file for JSON lines"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
     write = result_writer(output_file, input_file, streamed=prompt is not None)
+    share_cores()
     from mla_compile.cli.generate import complete
 
     complete(
@@ -159,13 +161,13 @@ def env(
     verbose: Annotated[
         bool,
         Option(
-            "--verbose", help="List all candidates of each op, their constraints, and why they do not work."
+            "--verbose", help="List the candidates of each op, their constraints, and why they do not work."
         ),
     ] = False,
 ) -> None:
-    """Print versions, devices, and the candidates of each op.
+    """Print what runs models here by default, and versions.
 
-    Include it in bug reports.
+    Include it in bug reports, with --verbose if an op is slow or fails.
     """
     from mla_compile.cli.environment import print_environment
 
@@ -227,6 +229,7 @@ def serve(
     Needs `pip install '.[serve]'` in the clone.
     """
     model = _directory(model)
+    share_cores()
     from mla_compile.cli.serve import serve_checkpoint
 
     serve_checkpoint(

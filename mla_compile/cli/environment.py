@@ -1,18 +1,20 @@
-"""`mla-compile env`: the versions installed here and the candidates that work."""
+"""`mla-compile env`: what runs models here, the versions installed, and the candidates of each op."""
 
 import os
 import platform
 import shutil
 import sys
 import textwrap
+from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import typer
 
 import mla_compile
-from mla_compile.cli.machine import cannot_compile, cpp_compiler
-from mla_compile.ops.attention.decode_backends import DecodeBackend, QueryLenSupport
+from mla_compile.cli.machine import cannot_compile, cpp_compiler, pick_device
+from mla_compile.engine_settings import CheckpointSettings, EngineFields
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend, QueryLenSupport
 from mla_compile.ops.dispatch import SOME, Call, Candidate, describe_device, in_words
 from mla_compile.ops.library import flagged, tables
 
@@ -20,34 +22,74 @@ _WIDTH = 80
 
 
 def print_environment(*, verbose: bool) -> None:
-    """Print versions, devices and the working candidates of each op; `verbose`: all, with their limits."""
-    facts = {
+    """Print what runs models here by default, what is missing for more, and versions.
+
+    verbose: also the candidates of each op, with their limits and why they do not work.
+    """
+    device = pick_device(None)
+    here = Call(*describe_device(device))
+    typer.echo("By default, models run here with")
+    for name, value in _defaults(device).items():
+        _print_wrapped(f"  {name:<16}", value)
+    for reason, candidates in _missing(here).items():
+        _print_wrapped(f"  {'not used':<16}", f"{_few(candidates)}: {reason}")
+    typer.echo()
+    for name, value in _versions().items():
+        _print_wrapped(f"  {name:<16}", value)
+    if not verbose:
+        typer.echo("\n--verbose lists the candidates of each op, and why some do not work here.")
+        return
+    typer.echo(f"\nops on {here.device_type}: all candidates, fastest first")
+    for op, table in tables.items():
+        if table:
+            typer.echo(op)
+        for candidate in table:
+            _print_wrapped(f"  {candidate.name:<22}", _describe(op, candidate, here))
+
+
+def _defaults(device: torch.device) -> dict[str, str]:
+    """What runs a model on this device unless a flag says otherwise."""
+    is_gpu = device.type == "cuda"
+    why_eager = None if is_gpu else cannot_compile()
+    compiled = "compiled before they run" if is_gpu else "eager until compiled, beside them"
+    call = Call(*describe_device(device), captured=is_gpu)
+    backends = [each for each in DECODE_BACKENDS if not each.batch_invariant and each.why_not(call) is None]
+    return {
+        "device": _gpus()[0] if is_gpu else _cpu(),
+        "dtype": CheckpointSettings.dtype,
+        "steps": f"not compiled: {why_eager}" if why_eager else compiled,
+        "CUDA graphs": "recorded" if is_gpu else f"none: {_why_no_cuda()}",
+        "decode backend": ", else ".join(each.name for each in backends),
+        "page size": f"{EngineFields.page_size} tokens",
+    }
+
+
+def _missing(here: Call) -> dict[str, list[str]]:
+    """Candidates that this device would run by default, by the reason why they cannot be imported."""
+    found = defaultdict(list)
+    for op, table in tables.items():
+        for candidate in table:
+            reason = candidate.why_not_on(here.device_type, here.capability)
+            if reason is not None and reason == candidate.why_not_installed() and candidate.capturable:
+                found[reason].append(f"{candidate.name} of {op}")
+    return found
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _versions() -> dict[str, str]:
+    compiler = str(cpp_compiler())
+    return {
         "mla-compile": mla_compile.__version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "torch": torch.__version__,
         "triton": _version("triton"),
         "transformers": _version("transformers"),
-        "devices": ", ".join(_devices()),
-        "C++ compiler": _compiler(),
-        "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
+        "C++ compiler": cannot_compile() or shutil.which(compiler) or compiler,
+        **({"devices": ", ".join([_cpu(), *gpus])} if (gpus := _gpus()) else {}),
     }
-    for name, value in facts.items():
-        _print_wrapped(f"{name:<15}", value)
-    # Shows what works on the first GPU, if there is one.
-    here = Call(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
-    ops = {op: table for op, table in tables.items() if table}
-    what = "all candidates" if verbose else "the candidates that work"
-    typer.echo(
-        f"\nops on {here.device_type}: {what}, fastest first" + (" (--verbose: all)" if not verbose else "")
-    )
-    for op, table in ops.items():
-        if verbose:
-            typer.echo(op)
-            for candidate in table:
-                _print_wrapped(f"  {candidate.name:<22}", _describe(op, candidate, here))
-        else:
-            works = [candidate.name for candidate in table if candidate.why_not(here) is None]
-            _print_wrapped(f"  {op:<25}", ", ".join(works))
 
 
 def _describe(op: str, candidate: Candidate, here: Call) -> str:
@@ -88,17 +130,15 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _devices() -> list[str]:
+def _cpu() -> str:
+    threads = torch.get_num_threads()
+    return f"cpu ({os.cpu_count()} cores, {threads} thread{'s' * (threads > 1)})"
+
+
+def _gpus() -> list[str]:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
-    return [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)", *names]
+    return [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
 
 
 def _why_no_cuda() -> str:
     return "no CUDA device" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
-
-
-def _compiler() -> str:
-    why_not = cannot_compile()
-    compiler = str(cpp_compiler())
-    return f"unusable: {why_not}" if why_not else shutil.which(compiler) or compiler

@@ -102,6 +102,10 @@ class Candidate:
             newest = self.max_capability
             if capability < self.min_capability or (newest is not None and capability > newest):
                 return f"runs on {self.architectures()}, got {_sm(capability)}"
+        return self.why_not_installed()
+
+    def why_not_installed(self) -> str | None:
+        """The package that it lacks, or the error of its import."""
         for package in self.packages:
             if not _installed(package):
                 return f"needs the Python package {package}, which is not installed"

@@ -1,6 +1,7 @@
 """`mla-compile env`."""
 
 import importlib
+import os
 import pkgutil
 import platform
 import subprocess
@@ -14,22 +15,15 @@ import torch
 import mla_compile
 from mla_compile.ops import library
 from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
-from mla_compile.ops.dispatch import Call, describe_device
 from tests.kernel_cases import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 
 
 def facts(text):
-    """The values of the first part, by name, each on one line."""
-    first = text.partition("\n\n")[0].replace("\n" + " " * 15, " ")
-    return {line[:15].strip(): line[15:] for line in first.splitlines()}
-
-
-def ops(text):
-    """The working implementations that `env` prints, by op."""
-    text = text[text.index("\nops on ") :].partition("fastest first")[2].replace("\n" + " " * 27, " ")
-    return {line[2:27].strip(): line[27:].split(", ") for line in text.splitlines()[1:]}
+    """The values of the two parts, by name, each on one line; "not used" may come twice."""
+    text = text.replace("\n" + " " * 18, " ")
+    return {line[2:18].strip(): line[18:] for line in text.splitlines() if line.startswith("  ")}
 
 
 def implementations(text):
@@ -44,31 +38,42 @@ def implementations(text):
     return found
 
 
-def test_env_names_versions_and_devices(run):
-    result = run("env")
-    assert (result.exit_code, result.stderr) == (0, "")
-    found = facts(result.stdout)
-    assert found["mla-compile"] == mla_compile.__version__
-    assert found["torch"] == torch.__version__
-    assert platform.python_version() in found["python"]
-    assert found["devices"].startswith("cpu (")
-    assert found.keys() >= {"triton", "transformers", "C++ compiler", "CUDA graphs"}
-
-
 def fits_a_terminal(result):
     return all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_env_is_a_page_with_the_working_implementations_of_each_op(run):
+def test_env_begins_with_what_runs_models_here(run):
     result = run("env")
-    assert fits_a_terminal(result) and len(result.stdout.splitlines()) < 50
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert fits_a_terminal(result) and len(result.stdout.splitlines()) <= 25
     assert "does not work" not in result.stdout
-    here = Call(*describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-    assert ops(result.stdout) == {
-        op: [candidate.name for candidate in table if candidate.why_not(here) is None]
-        for op, table in library.tables.items()
-        if table
-    }
+    first, versions, hint = result.stdout.split("\n\n")
+    found = facts(first)
+    assert [*found][:6] == ["device", "dtype", "steps", "CUDA graphs", "decode backend", "page size"]
+    assert "--verbose" in hint
+    if not torch.cuda.is_available():
+        assert found["device"].startswith(f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} thread")
+        assert found["CUDA graphs"].startswith("none: ")
+        assert found["decode backend"] == "reference"
+        assert "not used" not in found, "kernels of GPUs are no news on a CPU"
+    found = facts(versions)
+    assert found["mla-compile"] == mla_compile.__version__
+    assert found["torch"] == torch.__version__
+    assert platform.python_version() in found["python"]
+    assert found.keys() >= {"triton", "transformers", "C++ compiler"}
+
+
+def test_env_names_what_keeps_this_machine_from_faster_candidates(run, monkeypatch):
+    lacking = replace(BACKENDS["by_token"], name="newer", packages=("no_such_package",))
+    others = [replace(lacking, name=f"newer_{i}") for i in range(4)]
+    elsewhere = replace(lacking, name="elsewhere", device_types=("xpu",))
+    on_host = replace(lacking, name="on_host", capturable=False)
+    table = (lacking, *others, elsewhere, on_host, *DECODE_BACKENDS)
+    monkeypatch.setitem(library.tables, "mla_decode", table)
+    assert facts(run("env").stdout)["not used"] == (
+        "newer of mla_decode, newer_0 of mla_decode, newer_1 of mla_decode and 2 more: "
+        "needs the Python package no_such_package, which is not installed"
+    )
 
 
 def test_verbose_gives_each_implementations_limits_and_why_it_does_not_work(run, monkeypatch):
@@ -133,4 +138,6 @@ def test_env_prints_what_the_cpu_compiler_lacks_and_a_hint(run, monkeypatch, lac
     else:
         monkeypatch.setattr("mla_compile.cli.machine.sysconfig.get_path", lambda name: "/nowhere")
     found = facts(run("env").stdout)
-    assert found["C++ compiler"].startswith("unusable: ") and ": install" in found["C++ compiler"]
+    assert ": install" in found["C++ compiler"]
+    if not torch.cuda.is_available():
+        assert found["steps"] == f"not compiled: {found['C++ compiler']}"

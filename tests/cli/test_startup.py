@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import mla_compile
+from mla_compile.cli import machine
 
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 COMMAND = [sys.executable, "-c", "from mla_compile.cli import main; main()"]
 HEAVY = ("torch", "transformers", "numpy", "safetensors")
 GOOD = '{"prompt": "hello"}\n'
@@ -39,6 +41,43 @@ READY = "from mla_compile.cli import main; print(flush=True); main()"
 def command(*args: object, **settings) -> subprocess.CompletedProcess[str]:
     argv = [*COMMAND, *map(str, args)]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, **settings)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_on_a_busy_machine_threads_sleep_while_they_wait(name):
+    """`OMP_DISPLAY_ENV` has torch's OpenMP library print its settings when torch is imported."""
+    mine = {key: value for key, value in os.environ.items() if key not in WAITING} | {
+        "OMP_DISPLAY_ENV": "true"
+    }
+    no_checkpoint = [name, "--model", ROOT, *(["--prompt", "a"] if name == "generate" else [])]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        result = command(*no_checkpoint, env=mine)
+        busy.kill()
+    assert result.returncode == 2 and "OMP_WAIT_POLICY = 'PASSIVE'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("others", "given", "expected"),
+    [
+        (0.0, {}, {}),
+        (0.4, {}, {}),
+        (0.5, {}, {"OMP_WAIT_POLICY": "passive"}),
+        (9.0, {"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        (9.0, {"GOMP_SPINCOUNT": "70"}, {"GOMP_SPINCOUNT": "70"}),
+    ],
+)
+def test_threads_wait_as_the_user_says_and_on_free_cores_as_by_default(monkeypatch, others, given, expected):
+    for key in WAITING:
+        monkeypatch.setenv(key, given.get(key, ""))  # so that the end of the test restores it
+        if key not in given:
+            monkeypatch.delenv(key)
+    monkeypatch.setattr(machine, "_num_others_running", lambda: others)
+    machine.share_cores()
+    assert {key: os.environ[key] for key in WAITING if key in os.environ} == given, "torch has been imported"
+    monkeypatch.delitem(sys.modules, "torch")
+    machine.share_cores()
+    assert {key: os.environ[key] for key in WAITING if key in os.environ} == expected
 
 
 @pytest.fixture
