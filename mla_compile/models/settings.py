@@ -102,6 +102,9 @@ SETTINGS: dict[str, Rule] = {
     "topk_method": _or_null(_TEXT),
 }
 
+GENERATION_SETTINGS = {"do_sample": _or_null(FLAG), "eos_token_id": _ENDS}
+"""Of generation_config.json; `SamplingParams` checks the others."""
+
 ROPE_SETTINGS: dict[str, Rule] = {
     "rope_type": _TEXT,
     "type": _TEXT,

@@ -81,7 +81,7 @@ def test_an_end_outside_of_the_vocabulary_is_left_out_and_named(copy, caplog, fi
     (copy / file).write_text(json.dumps(content | {"eos_token_id": [257, 3, 100_001]}))
     if file == "config.json":
         (copy / "generation_config.json").unlink()
-    assert Checkpoint.load(copy).stop_ids == [3]
+    assert Checkpoint.load(copy).model.stop_ids == [3]
     assert "eos_token_id [257, 100001] is outside of the vocabulary of 257" in caplog.text
 
 

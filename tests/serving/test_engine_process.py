@@ -33,7 +33,7 @@ class ServedInThread:
     def __init__(self, fault: Fault, patched: pytest.MonkeyPatch) -> None:
         self.engine = engine(2, tokenizer=SMALL)
         self.connection, theirs = Pipe()
-        served = _Served(self.engine, SMALL, [EOS])
+        served = _Served(self.engine, SMALL)
         # Faults are set in the calls themselves: nothing public makes them fail.
         thread, add = served._grammars._thread, self.engine.add
         fields, compiled, submit = engine_process._fields_of_update, engine_process.compiled, thread.submit
