@@ -121,7 +121,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if (number := _not_finite(value)) is not None:
-            raise ValueError(f"{key[:80]!r}: the number {number}")
+            raise ValueError(f"the number {number} for {key[:80]!r}")
     return without_repeats(pairs)
 
 

@@ -13,7 +13,7 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
-from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.integrations.transformers.target import TransformersTarget, check_model
 from mla_compile.models.layout import pack_adjacent, unpack_adjacent
 from mla_compile.speculate.drafter import known_drafter
 
@@ -59,6 +59,7 @@ def accelerate(
     if mtp is not None and not reads_mtp:
         expected = "None, as num_speculative_tokens is 0 or the drafter uses no MTP layer"
         raise MLAError("mtp", expected, type(mtp).__name__)
+    check_model(model)
     layer = None
     if reads_mtp:
         try:
