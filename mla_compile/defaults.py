@@ -58,6 +58,20 @@ DEVICE_DEFAULTS = {
 }
 
 
+_GPU, _CPU = DEVICE_DEFAULTS["cuda"], DEVICE_DEFAULTS["cpu"]
+IN_WORDS = {
+    "dtype": f"{_GPU.dtype} on GPUs, else {_CPU.dtype}",
+    "num_speculative_tokens": f"{DEFAULT_DRAFTS} if the model has an MTP layer or a drafter is given, else 0",
+    "drafter": "mtp if the model has an MTP layer; else ngram if K is given; else nothing drafts",
+    "max_rows": f"{DEFAULT_MAX_ROWS}",
+    "page_size": f"{_GPU.page_size} on GPUs, else {_CPU.page_size}",
+    "max_model_len": "the model's positions, or fewer if memory is short",
+    "num_pages": "enough for all rows at their longest",
+    "max_tokens_per_step": f"{DEFAULT_TOKENS_PER_STEP}, or {LEAST_PROMPT_TOKENS} beside all decode rows if more",
+}
+"""The defaults for the help of flags, `mla-compile env` and docs/defaults.md."""
+
+
 def defaults_on(device_type: str) -> DeviceDefaults:
     """The defaults on a kind of device; on others than GPUs those of a CPU."""
     return DEVICE_DEFAULTS.get(device_type, DEVICE_DEFAULTS["cpu"])

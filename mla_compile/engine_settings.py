@@ -11,10 +11,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from mla_compile.defaults import (
-    DEFAULT_DRAFTS,
     DEFAULT_MAX_ROWS,
-    DEFAULT_TOKENS_PER_STEP,
-    DEVICE_DEFAULTS,
+    IN_WORDS,
     MAX_DRAFTS,
     DrafterName,
     DtypeName,
@@ -44,9 +42,6 @@ class EngineSettings(TypedDict, total=False):
     batch_invariant: bool
 
 
-_GPU, _CPU = DEVICE_DEFAULTS["cuda"], DEVICE_DEFAULTS["cpu"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """How commands and the server load a checkpoint. See `Checkpoint.load`."""
@@ -62,7 +57,7 @@ class CheckpointSettings:
         None,
         "generate serve plan",
         "The dtype of weights and cache.",
-        show_default=f"{_GPU.dtype} on GPUs, else {_CPU.dtype}",
+        show_default=IN_WORDS["dtype"],
     )
     quantize: Literal["fp8"] | None = setting(
         None,
@@ -155,14 +150,14 @@ class EngineFields:
         least=0,
         most=MAX_DRAFTS,
         metavar="K",
-        show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+        show_default=IN_WORDS["num_speculative_tokens"],
     )
     drafter: "DrafterName | DrafterKind | None" = setting(
         None,
         "generate serve",
         "What drafts. mtp: the MTP layer; ngram: prompt lookup in the text so far.",
         kind=DrafterName | None,
-        show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
+        show_default=IN_WORDS["drafter"],
     )
     max_rows: int = setting(
         DEFAULT_MAX_ROWS, "serve plan", "Requests that run at once.", least=1, metavar="N"
@@ -173,7 +168,7 @@ class EngineFields:
         "Tokens of a request, prompt included.",
         least=2,
         metavar="N",
-        show_default="the model's positions, or fewer where memory is short",
+        show_default=IN_WORDS["max_model_len"],
     )
     page_size: int | None = setting(
         None,
@@ -181,7 +176,7 @@ class EngineFields:
         "Tokens of a cache page.",
         least=1,
         metavar="N",
-        show_default=f"{_GPU.page_size} on GPUs, else {_CPU.page_size}",
+        show_default=IN_WORDS["page_size"],
     )
     num_pages: int | None = setting(
         None,
@@ -189,7 +184,7 @@ class EngineFields:
         "Pages of the cache.",
         least=2,
         metavar="N",
-        show_default="enough for all rows at their longest",
+        show_default=IN_WORDS["num_pages"],
     )
     max_tokens_per_step: int | None = setting(
         None,
@@ -197,7 +192,7 @@ class EngineFields:
         "Tokens of a step at most, decode rows and prompts together.",
         least=1,
         metavar="N",
-        show_default=f"{DEFAULT_TOKENS_PER_STEP} or more",
+        show_default=IN_WORDS["max_tokens_per_step"],
     )
     prefix_caching: bool = setting(True, "serve", "Share pages of equal beginnings.")
     compile: bool | None = setting(

@@ -77,9 +77,9 @@ def load_model(
             is an error in all.
 
     Raises:
-        MLAError: a missing or unreadable file, an unsupported config or quantisation, a bad sampling parameter,
-            missing, extra or misshapen tensors (all in one error), several MTP layers, or none with `mtp=True`; a dtype that is
-            not floating, a device that this machine lacks; another `quantize`, or `dequantize` with it; another
+        MLAError: a missing or unreadable file, an unsupported config or quantisation, a bad sampling parameter, missing
+            or extra or misshapen tensors (all in one error), several MTP layers, or none with `mtp=True`; a dtype that
+            is not floating, a device that this machine lacks; another `quantize`, or `dequantize` with it; another
             `generation_config`; a number of processes that the model cannot be divided among, or a `parallel` that is
             not this process's.
     """

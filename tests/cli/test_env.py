@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mla_compile
+from mla_compile.cli.machine import defaults_here
 from mla_compile.ops import library
 from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
 from tests.kernel_cases import BACKENDS
@@ -36,6 +37,16 @@ def implementations(text):
         else:
             found[op, line[2:24].strip()] = line[24:]
     return found
+
+
+def test_defaults_are_those_of_the_device(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    here = facts(run("env").stdout)
+    assert (here["dtype"], here["page size"], here["rows"]) == ("float32", "16 tokens", "8")
+    assert here["max_model_len"].endswith(" GB less weights")
+    on_gpu = defaults_here(torch.device("cuda"), 80 * 10**9)
+    assert (on_gpu["dtype"], on_gpu["page size"]) == ("bfloat16", "64 tokens")
+    assert on_gpu["max_model_len"].endswith("fit in 50% of 80.0 GB less weights and 3.2 GB")
 
 
 def fits_a_terminal(result):

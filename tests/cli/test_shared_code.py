@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import Engine, backend
+from mla_compile import Engine, SamplingParams, backend
 
 Key = tuple[str, str, str]
 
