@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mla_compile.errors import MLAError
+from mla_compile.sampling_params import MAX_STOP_IDS
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ _TEXT = Rule("a text", lambda value: type(value) is str)
 _WIDTH = _integer(1, 2**20)
 _HEAD_WIDTH = _integer(1, 2**16)
 _MAX_LAYERS = 1024
-_MAX_ENDS = 256
+_MAX_ENDS = MAX_STOP_IDS
 
 
 def _is_end(value: object) -> bool:
