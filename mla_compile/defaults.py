@@ -54,7 +54,7 @@ class DeviceDefaults:
 DEVICE_DEFAULTS = {
     "cuda": DeviceDefaults("bfloat16", page_size=64, kept_bytes=3 * 2**30, cache_share=0.5),
     # Its memory is the computer's, which other programs need too.
-    "cpu": DeviceDefaults("float32", page_size=16, kept_bytes=0, cache_share=0.25),
+    "cpu": DeviceDefaults("float32", page_size=16, kept_bytes=0, cache_share=0.1),
 }
 
 

@@ -37,9 +37,9 @@ def bytes_left(model: ServedModel) -> int:
     left = usable_memory(device) - weights
     if device.type != "cuda":
         return left
-    free: int = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(left, free + unused + sum(cache.nbytes for cache in caches.values()))
+    return min(left, int(free + unused + sum(cache.nbytes for cache in caches.values())))
 
 
 def named_tensors(module: object) -> list[tuple[str, Tensor]]:

@@ -55,7 +55,7 @@ def served(run: Run, monkeypatch: pytest.MonkeyPatch, path: Path) -> ServerSetti
     return found[0]
 
 
-@pytest.mark.parametrize(("memory", "expected"), [(None, 6000), (78 * 10**6, 4096), (10**6, 2048)])
+@pytest.mark.parametrize(("memory", "expected"), [(None, 6000), (194 * 10**6, 4096), (10**6, 2048)])
 def test_all_entrances_agree(
     run: Run, copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: int | None, expected: int
 ) -> None:
