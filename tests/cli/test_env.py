@@ -60,7 +60,7 @@ def test_env_begins_with_what_runs_models_here(run):
     assert "does not work" not in result.stdout
     first, versions, hint = result.stdout.split("\n\n")
     found = facts(first)
-    assert [*found][:6] == ["device", "dtype", "steps", "CUDA graphs", "decode backend", "page size"]
+    assert [*found][:6] == ["device", "steps", "CUDA graphs", "decode backend", "dtype", "page size"]
     assert "--verbose" in hint
     if not torch.cuda.is_available():
         assert found["device"].startswith(f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} thread")
