@@ -38,14 +38,14 @@ def distinct_runs(completions: list[Completion], length: int = 4) -> float:
 
 
 def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> dict[str, Any]:
-    model = load_model(SHIPPED_MODEL, device=device)
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, device=device)
     row: dict[str, Any] = {"acceptance_length": {}, "acceptance_length_ngram": {}}
     plain: list[list[int]] = []
     for drafter, k in DRAFTS:
         engine = Engine(
             model, num_speculative_tokens=k, drafter=drafter, max_rows=16, max_model_len=512, compile=False
         )
-        completions = engine.generate(prompts, max_new_tokens=TOKENS, sampling=sampling)
+        completions = engine.generate(prompts, max_new_tokens=TOKENS, sampling=sampling, stop_ids=())
         tokens = [completion.token_ids for completion in completions]
         if k == 0:
             plain = tokens

@@ -68,7 +68,8 @@ def engine_of(model: Any, rows: int, k: int, invariant: bool) -> Engine:
 
 
 def completions(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    return [completion.token_ids for completion in engine.generate(prompts, max_new_tokens=tokens)]
+    found = engine.generate(prompts, max_new_tokens=tokens, stop_ids=())
+    return [completion.token_ids for completion in found]
 
 
 def repeated(prompts: list[list[int]], tokens: int, repeats: int) -> list[list[list[int]]]:

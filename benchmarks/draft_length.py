@@ -57,7 +57,7 @@ def generate(engine: Engine, prompts: list[list[int]], temperature: float, token
     sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(prompts))]
     clock = time.perf_counter if engine.device.type == "cuda" else time.process_time
     before, start = engine.stats, clock()
-    engine.generate(prompts, sampling, max_new_tokens=tokens)
+    engine.generate(prompts, sampling, max_new_tokens=tokens, stop_ids=())
     seconds, after = clock() - start, engine.stats
     num_verified = after.num_verified - before.num_verified
     return {

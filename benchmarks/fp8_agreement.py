@@ -75,11 +75,12 @@ def main() -> None:
         "tokens_per_prompt": TOKENS,
         "rows": [],
     }
-    plain = load_model(SHIPPED_MODEL, device=args.device, mtp=False)
+    plain = load_model(SHIPPED_MODEL, dtype=torch.float32, device=args.device, mtp=False)
     engine = Engine(plain, num_speculative_tokens=0, max_rows=16, max_model_len=512, compile=False)
     for domain, beginnings in held_out.items():
         prompts = [tokenizer(text)["input_ids"] for text in beginnings]
-        written = [each.token_ids for each in engine.generate(prompts, max_new_tokens=TOKENS)]
+        completions = engine.generate(prompts, max_new_tokens=TOKENS, stop_ids=())
+        written = [each.token_ids for each in completions]
         texts = list(zip(prompts, written, strict=True))
         for dtype, quantize in MODELS:
             model = load_model(SHIPPED_MODEL, dtype=dtype, device=args.device, mtp=False, quantize=quantize)

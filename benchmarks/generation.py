@@ -44,7 +44,7 @@ def measure(k: int, device: str, dtype: str) -> dict[str, Any]:
     completions = []
     for _ in range(5):
         start = time.perf_counter()
-        completions += engine.generate([prompt], max_new_tokens=TOKENS)
+        completions += engine.generate([prompt], max_new_tokens=TOKENS, stop_ids=())
         seconds.append(time.perf_counter() - start)
     completion = completions[0]
     return {

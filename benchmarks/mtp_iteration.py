@@ -104,7 +104,7 @@ def measure(
     engine.generate(prompts(4), max_new_tokens=8)
     compile_s = time.perf_counter() - started
     for rows in BUCKETS:
-        completions = engine.generate(prompts(rows), max_new_tokens=TOKENS)
+        completions = engine.generate(prompts(rows), max_new_tokens=TOKENS, stop_ids=())
         if rows == max(BUCKETS):
             tokens = [c.token_ids for c in completions]
             acceptance = statistics.mean(c.acceptance_length or 1 for c in completions)
@@ -177,8 +177,9 @@ def measure_large(k: int) -> dict[str, Any]:
 
 def measure_shipped(drafts: list[int]) -> list[dict[str, Any]]:
     model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
-    plain = Engine(model, max_rows=8, max_model_len=1024, compile=False)
-    expected = [c.token_ids for c in plain.generate(prompts(max(BUCKETS)), max_new_tokens=TOKENS)]
+    plain = Engine(model, num_speculative_tokens=0, max_rows=8, max_model_len=1024, compile=False)
+    completions = plain.generate(prompts(max(BUCKETS)), max_new_tokens=TOKENS, stop_ids=())
+    expected = [completion.token_ids for completion in completions]
     rows = []
     for k in drafts:
         row, _ = measure(k, torch.float32, expected)

@@ -144,7 +144,7 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
     """Decode alone, then beside long prompts; prompts are random, and no stop id ends a text."""
     short_prompts, long_prompts = random_prompts(rows, prompt_length, engine.model.vocab_size)
     room = engine.config.max_model_len
-    decoding = [engine.add(prompt, max_new_tokens=room) for prompt in short_prompts]
+    decoding = [engine.add(prompt, max_new_tokens=room, stop_ids=()) for prompt in short_prompts]
     while not all(generation.has_begun for generation in decoding):
         engine.step()
     for _ in range(WARM_UP):
@@ -160,7 +160,7 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
     steps = 0
     while len(long) < LONG_PROMPTS or not all(generation.has_begun for generation in long):
         if steps % GAP == 0 and len(long) < LONG_PROMPTS:
-            long.append(engine.add(long_prompts[len(long)], max_new_tokens=8))
+            long.append(engine.add(long_prompts[len(long)], max_new_tokens=8, stop_ids=()))
         engine.step()
         beside.look()
         steps += 1
@@ -244,6 +244,7 @@ def first_token(name: str, prompt_length: int) -> dict[str, Any]:
         torch.compiler.reset()
         engine = Engine(
             model,
+            num_speculative_tokens=0,
             max_rows=1,
             max_model_len=prompt_length + 64,
             max_tokens_per_step=prompt_length + 1,
@@ -256,7 +257,7 @@ def first_token(name: str, prompt_length: int) -> dict[str, Any]:
         def ms() -> float:
             torch.cuda.synchronize()
             before = time.perf_counter()
-            request = engine.add(prompt, max_new_tokens=2)
+            request = engine.add(prompt, max_new_tokens=2, stop_ids=())
             while not request.has_begun:
                 engine.step()
             elapsed = (time.perf_counter() - before) * 1e3

@@ -797,11 +797,31 @@ def command_help(*command: str) -> str:
     return f"```text\n{text.strip()}\n```\n"
 
 
+def defaults() -> str:
+    """The defaults of settings, from `mla_compile.defaults`; it imports no torch."""
+    from mla_compile.defaults import DEVICE_DEFAULTS, IN_WORDS, LEAST_MAX_MODEL_LEN
+
+    gpu, cpu = DEVICE_DEFAULTS["cuda"], DEVICE_DEFAULTS["cpu"]
+    length = sentences(
+        "`max_model_len` is the model's number of positions if the cache of `max_rows` requests of this length fits in "
+        f"a share of memory: {gpu.cache_share:.0%} of what the weights and {gpu.kept_bytes / 2**30:g} GiB for steps "
+        f"and CUDA graphs leave of a GPU, {cpu.cache_share:.0%} of what the weights leave of the computer's memory. "
+        f"Otherwise it is the largest power of two that fits, but at least {LEAST_MAX_MODEL_LEN}. On a GPU that other "
+        "programs use, only free memory counts. The caches' sizes are compiled in: with few sizes, later processes "
+        "find the compiled step."
+    )
+    return (
+        table(["setting", "default"], ((f"`{name}`", words) for name, words in IN_WORDS.items()))
+        + f"\n{length}"
+    )
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "defaults": defaults,
     "figures": figures,
     "fp8_step": fp8_step,
     "layer.glm": functools.partial(layer, "layer.glm"),

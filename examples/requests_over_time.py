@@ -15,7 +15,7 @@ async def client(engine: Engine, checkpoint: Checkpoint, number: int, max_tokens
     """Send a request a little later than the previous client, and read the tokens as they come."""
     await asyncio.sleep(0.05 * number)
     params = SamplingParams(temperature=0.7, seed=number, max_tokens=max_tokens, stop="\n")
-    request = engine.add(checkpoint.encode(PROMPTS[number]), params, stop_ids=checkpoint.stop_ids)
+    request = engine.add(checkpoint.encode(PROMPTS[number]), params)
     async for _ in request:  # each token, as soon as a step has emitted it
         pass
     return request.completion.text

@@ -11,12 +11,11 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from mla_compile.defaults import (
-    DEFAULT_DRAFTS,
-    DEFAULT_MAX_MODEL_LEN,
     DEFAULT_MAX_ROWS,
-    DEFAULT_PAGE_SIZE,
+    IN_WORDS,
     MAX_DRAFTS,
     DrafterName,
+    DtypeName,
     setting,
 )
 from mla_compile.errors import MLAError
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 class EngineSettings(TypedDict, total=False):
     """The keyword arguments of `EngineConfig`, for type checkers: the fields of `EngineFields` without defaults."""
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None
     drafter: "DrafterName | DrafterKind | None"
     max_rows: int
     max_model_len: int | None
-    page_size: int
+    page_size: int | None
     num_pages: int | None
     max_tokens_per_step: int | None
     prefix_caching: bool
@@ -41,17 +40,6 @@ class EngineSettings(TypedDict, total=False):
     decode_backend: str | None
     capture_budget: int | None
     batch_invariant: bool
-
-
-def with_drafts(settings: EngineSettings, *, has_mtp: bool) -> EngineSettings:
-    """The settings with a number of drafts: by default, or for None, one that fits the model.
-
-    has_mtp: whether the checkpoint has an MTP layer.
-    """
-    if settings.get("num_speculative_tokens") is not None:
-        return {**settings}
-    is_drafting = has_mtp or settings.get("drafter") is not None
-    return {**settings, "num_speculative_tokens": DEFAULT_DRAFTS if is_drafting else 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +53,11 @@ class CheckpointSettings:
         metavar="DIR",
         show_default="the checkpoint's",
     )
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "generate serve plan", "The dtype of weights and cache."
+    dtype: DtypeName | None = setting(
+        None,
+        "generate serve plan",
+        "The dtype of weights and cache.",
+        show_default=IN_WORDS["dtype"],
     )
     quantize: Literal["fp8"] | None = setting(
         None,
@@ -93,12 +84,19 @@ class CheckpointSettings:
         False, "generate serve plan", "Divide routed experts by whole ones, not each of them."
     )
 
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "generate serve",
+        "auto: sampling defaults and end-of-sequence ids of the checkpoint's generation_config.json; none: the file is "
+        "ignored.",
+    )
+
     def of_checkpoint(self) -> dict[str, Any]:
         """The arguments of `Checkpoint.load`."""
         import torch
 
         chosen = {each.name: getattr(self, each.name) for each in fields(CheckpointSettings)}
-        return {**chosen, "dtype": getattr(torch, self.dtype)}
+        return {**chosen, "dtype": None if self.dtype is None else getattr(torch, self.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +104,16 @@ class EngineFields:
     """The settings of an `Engine`.
 
     Args:
-        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
+        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers. None: 3 if the model has
+            an MTP layer or `drafter` is given, else 0.
         drafter: what proposes them: "mtp", the model's MTP layer; "ngram", prompt lookup of the last tokens in the
             request's own text; or a custom `DrafterKind`. None: the MTP layer if there is one, else "ngram".
         max_rows: requests that run at once; others wait.
         max_model_len: maximum number of tokens of a request, prompt included; at most the model's number of positions,
-            if it has one (see `ServedModel`). None: 2048, or fewer if the model has fewer positions.
-        page_size: tokens per cache page.
+            if it has one (see `ServedModel`). None: as many as it has, or the largest power of two of which `max_rows`
+            requests fit in the memory that weights leave (docs/defaults.md), but at least 2048; 2048 for a model
+            without a number of positions.
+        page_size: tokens per cache page. None: 64 on GPUs, else 16.
         num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
             `max_model_len` tokens. With fewer, a request that finds no page is preempted and runs again later, with its
             emitted tokens as part of its prompt (but see `batch_invariant`); at least as many as one request needs.
@@ -142,22 +143,21 @@ class EngineFields:
         MLAError: a bad argument, named.
     """
 
-    num_speculative_tokens: int = setting(
-        0,
+    num_speculative_tokens: int | None = setting(
+        None,
         "generate serve plan",
         "Tokens drafted per step; the completions are the same whatever K is.",
         least=0,
         most=MAX_DRAFTS,
-        kind=int | None,
         metavar="K",
-        show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+        show_default=IN_WORDS["num_speculative_tokens"],
     )
     drafter: "DrafterName | DrafterKind | None" = setting(
         None,
         "generate serve",
         "What drafts. mtp: the MTP layer; ngram: prompt lookup in the text so far.",
         kind=DrafterName | None,
-        show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
+        show_default=IN_WORDS["drafter"],
     )
     max_rows: int = setting(
         DEFAULT_MAX_ROWS, "serve plan", "Requests that run at once.", least=1, metavar="N"
@@ -168,16 +168,23 @@ class EngineFields:
         "Tokens of a request, prompt included.",
         least=2,
         metavar="N",
-        show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
+        show_default=IN_WORDS["max_model_len"],
     )
-    page_size: int = setting(DEFAULT_PAGE_SIZE, "serve plan", "Tokens of a cache page.", least=1, metavar="N")
+    page_size: int | None = setting(
+        None,
+        "serve plan",
+        "Tokens of a cache page.",
+        least=1,
+        metavar="N",
+        show_default=IN_WORDS["page_size"],
+    )
     num_pages: int | None = setting(
         None,
         "serve plan",
         "Pages of the cache.",
         least=2,
         metavar="N",
-        show_default="enough for all rows at their longest",
+        show_default=IN_WORDS["num_pages"],
     )
     max_tokens_per_step: int | None = setting(
         None,
@@ -185,7 +192,7 @@ class EngineFields:
         "Tokens of a step at most, decode rows and prompts together.",
         least=1,
         metavar="N",
-        show_default="2048 or more",
+        show_default=IN_WORDS["max_tokens_per_step"],
     )
     prefix_caching: bool = setting(True, "serve", "Share pages of equal beginnings.")
     compile: bool | None = setting(

@@ -25,6 +25,12 @@ MAX_LOGIT_BIAS = 300
 """The maximum number of ids in `SamplingParams.logit_bias`, as in OpenAI's API: the decode state has their places."""
 
 
+OF_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The parameters that a checkpoint's generation_config.json may have; vLLM reads the same."""
+
+_OR = "that of generation_config.json, else "
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request's tokens are chosen, and which log-probabilities are returned. They apply in this order:
@@ -56,24 +62,46 @@ class SamplingParams:
         ignore_eos ignores the latter. At most 64 together.
     n: completions of the prompt, at most 16,384, with the seeds `seed`, `seed + 1`, ....
     skip_special_tokens: leaves special tokens out of the text, so no stop string is found in them.
+
+    A call that gets none has those of the checkpoint's `generation_config.json`; one that gets some has no others.
+    `SamplingParams(**model.default_sampling | {"temperature": 0.5})` changes one of the checkpoint's.
     """
 
     temperature: float = setting(
-        0.0, "generate", "0 is greedy; top-k, top-p, min-p and seed apply above 0.", metavar="T"
+        0.0,
+        "generate",
+        "0 is greedy; top-k, top-p, min-p and seed apply above 0.",
+        metavar="T",
+        show_default=f"{_OR}0",
     )
-    top_k: int = setting(0, "generate", "Sample from the N most likely tokens; 0: from all.", metavar="N")
+    top_k: int = setting(
+        0,
+        "generate",
+        "Sample from the N most likely tokens; 0: from all.",
+        metavar="N",
+        show_default=f"{_OR}0",
+    )
     top_p: float = setting(
-        1.0, "generate", "Sample from the likeliest tokens that sum to probability P.", metavar="P"
+        1.0,
+        "generate",
+        "Sample from the likeliest tokens that sum to probability P.",
+        metavar="P",
+        show_default=f"{_OR}1",
     )
     seed: int = setting(0, "generate", "The same seed gives the same tokens.", metavar="N")
     min_p: float = setting(
-        0.0, "generate", "Sample from tokens at least P times as likely as the likeliest.", metavar="P"
+        0.0,
+        "generate",
+        "Sample from tokens at least P times as likely as the likeliest.",
+        metavar="P",
+        show_default=f"{_OR}0",
     )
     repetition_penalty: float = setting(
         1.0,
         "generate",
         "Divide logits above 0 of tokens in prompt or completion by R, multiply the others.",
         metavar="R",
+        show_default=f"{_OR}1",
     )
     presence_penalty: float = setting(
         0.0, "generate", "Subtract X from logits of tokens in the completion.", metavar="X"

@@ -171,7 +171,7 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, drafter=drafter, **settings)
-    plain = Engine(tiny_model(torch.float64).cuda(), compile=False, **settings)
+    plain = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=0, compile=False, **settings)
     for rows in (8, 1, 3, 8):
         poison_caches(captured.model)
         assert generate(captured, rows, params, 200) == generate(plain, rows, params, 200), f"{rows} rows"
@@ -190,7 +190,9 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
     torch._dynamo.utils.counters.clear()
     sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **sizes, **settings)
-    return captured, Engine(tiny_model(torch.float64).cuda(), compile=False, **sizes)
+    return captured, Engine(
+        tiny_model(torch.float64).cuda(), num_speculative_tokens=0, compile=False, **sizes
+    )
 
 
 @pytest.mark.usefixtures("eager_mixed_steps")

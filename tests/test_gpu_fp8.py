@@ -145,12 +145,12 @@ def test_a_nan_weight_is_seen() -> None:
 @pytest.mark.parametrize("k", [0, 3])
 def test_an_engines_tokens_are_those_of_the_dequantised_model(k: int) -> None:
     """In float32 with CUDA graphs. The dequantised model has the values of the quantised one."""
-    model = load_model(SHIPPED_MODEL, device="cuda", quantize="fp8")
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda", quantize="fp8")
     prompts = [[5, 9, 1, 30, 7], [2, 2, 8], list(range(1, 40))]
     found = Engine(model, num_speculative_tokens=k, max_rows=4, max_model_len=128).generate(
         prompts, max_new_tokens=24
     )
-    plain = load_model(SHIPPED_MODEL, device="cuda")
+    plain = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
     for name, parameter in plain.named_parameters():
         other = model.get_parameter(name)
         if other.dtype == torch.float8_e4m3fn:

@@ -12,7 +12,7 @@ from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS,
 from mla_compile.engine_settings import CheckpointSettings, EngineFields
 from mla_compile.errors import MLAError
 from mla_compile.hub import find_checkpoint
-from mla_compile.sampling_params import SamplingParams
+from mla_compile.sampling_params import OF_GENERATION_CONFIG, SamplingParams
 from mla_compile.serving.settings import ServerSettings
 
 Model = Annotated[
@@ -25,7 +25,7 @@ Model = Annotated[
 ]
 
 
-@flags_of(SamplingParams, CheckpointSettings, EngineFields, num_speculative_tokens=None)
+@flags_of(SamplingParams, CheckpointSettings, EngineFields, **dict.fromkeys(OF_GENERATION_CONFIG))
 def generate(
     *,
     model: Model = SHIPPED_MODEL,
@@ -76,12 +76,13 @@ def generate(
     logprobs, n, stop, stop_token_ids, ignore_eos, min_tokens, logit_bias, include_stop_str_in_output,
     skip_special_tokens.
     """
-    sampling = SamplingParams(**taken(settings, SamplingParams))
+    given = {name: value for name, value in taken(settings, SamplingParams).items() if value is not None}
+    sampling = SamplingParams(**given)
     if settings["batch_invariant"] and settings["compile"] is False:
         raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "use only one of the two")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     model = _directory(model)
-    prompts = read_prompts(prompt, input_file, sampling)
+    prompts = read_prompts(prompt, input_file, given)
     if prompt is not None and sampling.logprobs is not None and output_file is None:
         expected = "an output file for JSON lines"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
@@ -192,7 +193,7 @@ def demo(
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
 
 
-@flags_of(ServerSettings, EngineFields, num_speculative_tokens=None, allowed_hosts=None, allowed_origins=None)
+@flags_of(ServerSettings, EngineFields, allowed_hosts=None, allowed_origins=None)
 def serve(
     *,
     model: Model = SHIPPED_MODEL,
@@ -243,9 +244,7 @@ def serve(
     )
 
 
-@flags_of(
-    CheckpointSettings, EngineFields, dtype="bfloat16", num_speculative_tokens=None, capture_budget=2**31
-)
+@flags_of(CheckpointSettings, EngineFields, capture_budget=2**31)
 def plan(
     model: Annotated[
         Path,
@@ -256,7 +255,9 @@ def plan(
         ),
     ],
     *,
-    gpus: Annotated[int, Option(metavar="N", min=1, help="GPUs that share one model.")] = 1,
+    gpus: Annotated[
+        int | None, Option(metavar="N", min=1, help="GPUs that share one model.", show_default="1")
+    ] = None,
     gpu_memory: Annotated[
         str | None,
         Option(
@@ -270,15 +271,16 @@ def plan(
     """Print the memory that a model needs on each GPU.
 
     Reads only config.json. Prints the bytes of weights, cache, steps and graphs, the requests that fit, and, if it does
-    not fit, changes that would. The flags are those of serve.
+    not fit, changes that would. The flags and their defaults are those of serve. Without --gpus and --gpu-memory it
+    plans for this machine: for its GPU, else for its CPU.
 
     Exit code 1 if it does not fit.
     """
     model = _directory(model, "MODEL_DIR")
     from mla_compile.cli.plan import PlanRequest, print_plan
 
-    request = PlanRequest(model=model, gpus=gpus, settings=taken(settings, EngineFields), **settings)
-    if not print_plan(request, gpu_memory):
+    engine = taken(settings, EngineFields)
+    if not print_plan(PlanRequest.of(gpus, gpu_memory, model=model, settings=engine, **settings)):
         raise Exit(1)
 
 

@@ -11,6 +11,7 @@ from mla_compile.cli.machine import cannot_compile
 from mla_compile.defaults import DEFAULT_DRAFTS
 from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine
 from mla_compile.hub import model_name
+from mla_compile.sampling_params import SamplingParams
 
 PROMPTS = ("Psalms 23\n\n", "def join(path, *paths):\n")
 
@@ -64,9 +65,7 @@ def _run(
     for text, prompt in zip(PROMPTS, prompts):
         typer.secho(text, nl=False, bold=True)
         stream, start = TextStream(checkpoint.tokenizer), 0.0
-        for (completion,) in engine.stream(
-            [prompt], max_new_tokens=max_new_tokens, stop_ids=checkpoint.stop_ids
-        ):
+        for (completion,) in engine.stream([prompt], SamplingParams(), max_new_tokens=max_new_tokens):
             start = start or time.perf_counter()  # when prefill gives the first token
             typer.echo(stream.feed(completion), nl=False)
         seconds += time.perf_counter() - start

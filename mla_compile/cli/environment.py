@@ -12,8 +12,8 @@ import torch
 import typer
 
 import mla_compile
-from mla_compile.cli.machine import cannot_compile, cpp_compiler, pick_device
-from mla_compile.engine_settings import CheckpointSettings, EngineFields
+from mla_compile.cli.machine import cannot_compile, cpp_compiler, defaults_here, pick_device
+from mla_compile.engine.device_memory import usable_memory
 from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend, QueryLenSupport
 from mla_compile.ops.dispatch import SOME, Call, Candidate, describe_device, in_words
 from mla_compile.ops.library import flagged, tables
@@ -56,11 +56,10 @@ def _defaults(device: torch.device) -> dict[str, str]:
     backends = [each for each in DECODE_BACKENDS if not each.batch_invariant and each.why_not(call) is None]
     return {
         "device": _gpus()[0] if is_gpu else _cpu(),
-        "dtype": CheckpointSettings.dtype,
         "steps": f"not compiled: {why_eager}" if why_eager else compiled,
         "CUDA graphs": "recorded" if is_gpu else f"none: {_why_no_cuda()}",
         "decode backend": ", else ".join(each.name for each in backends),
-        "page size": f"{EngineFields.page_size} tokens",
+        **defaults_here(device, usable_memory(device)),
     }
 
 

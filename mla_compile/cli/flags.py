@@ -50,5 +50,6 @@ def _flag(setting: "Field[Any]", default: Any) -> inspect.Parameter:
     names = [f"--{setting.name.replace('_', '-')}"] if default is False or len(setting.name) == 1 else []
     names = flag.pop("names", names)
     option = Option(*names, help=metadata["help"], **flag)
-    kind: Any = Annotated.__class_getitem__((metadata["kind"] or setting.type, option))  # type: ignore[attr-defined]
+    of_value: Any = metadata["kind"] or setting.type
+    kind: Any = Annotated.__class_getitem__((of_value | None if default is None else of_value, option))  # type: ignore[attr-defined]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

@@ -44,7 +44,7 @@ def complete(
     if settings["compile"] is not False and not _can_compile(place, must=settings["batch_invariant"]):
         settings["compile"] = False
     text = grammar is not None or any(
-        isinstance(each.prompt, str) or each.sampling.stop_strings for each in given
+        isinstance(each.prompt, str) or each.sampling({}).stop_strings for each in given
     )
     checkpoint = Checkpoint.load(
         model,
@@ -54,20 +54,14 @@ def complete(
     )
     with quiet_libraries():
         prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
-    sampling = [each.sampling for each in given]
+    sampling = [each.sampling(checkpoint.model.default_sampling) for each in given]
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
     # Steps of other requests than the first, and those with grammars, are compiled on first use.
     if grammar is None and settings["compile"] is not False and not engine.compiles_in_background:
         waits = len(prompts) > engine.config.max_rows  # else all prompts start together
         engine.warm_up(sampling=sampling[0], prompts=waits)
-    updates = engine.stream(
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=checkpoint.stop_ids,
-        grammars=rules,
-    )
+    updates = engine.stream(prompts, sampling, max_new_tokens=max_new_tokens, grammars=rules)
     if streamed:
         completions = _show(given[0], updates, checkpoint)
     else:
@@ -108,7 +102,7 @@ def _show(
         while shown < len(completions):
             completion = completions[shown]
             if stream is None:
-                stream = TextStream(checkpoint.tokenizer, given.sampling)
+                stream = TextStream(checkpoint.tokenizer, given.sampling({}))
                 if sys.stdout.isatty():
                     typer.secho(given.prompt, nl=False, dim=True)
             typer.echo(stream.feed(completion), nl=False)

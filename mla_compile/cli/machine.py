@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_compile.defaults import DEFAULT_MAX_ROWS, IN_WORDS, defaults_on
 from mla_compile.errors import MLAError
 
 if TYPE_CHECKING:
@@ -37,6 +38,22 @@ def pick_device(name: str | None) -> "torch.device":
     if device.type not in ("cpu", "cuda"):
         raise MLAError("--device", "cpu, cuda or cuda:N", name)
     return device
+
+
+def defaults_here(device: "torch.device", memory: int) -> dict[str, str]:
+    """What an engine on a device uses by default. memory: bytes that it can use there."""
+    on = defaults_on(device.type)
+    room = f"{memory / 1e9:.1f} GB less weights"
+    if on.kept_bytes:
+        room += f" and {on.kept_bytes / 1e9:.1f} GB"
+    return {
+        "dtype": on.dtype,
+        "page size": f"{on.page_size} tokens",
+        "rows": IN_WORDS["max_rows"],
+        "drafts": IN_WORDS["num_speculative_tokens"],
+        "max_model_len": f"the model's, if {DEFAULT_MAX_ROWS} such requests fit in {on.cache_share:.0%} of {room}",
+        "tokens a step": IN_WORDS["max_tokens_per_step"],
+    }
 
 
 def cpp_compiler() -> str | None:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,28 +27,32 @@ Write = Callable[[Iterable[str]], None]
 
 @dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt, its sampling parameters, and its name in errors, such as "prompts.jsonl, line 3".
+    """A prompt, the sampling parameters that it was given, and its name in errors, such as "prompts.jsonl, line 3".
 
     line: its number in the file; None if it is not from a file.
     """
 
     prompt: str | list[int]
-    sampling: SamplingParams
+    settings: dict[str, Any]
     name: str
     line: int | None = None
 
+    def sampling(self, default: dict[str, Any]) -> SamplingParams:
+        """Its parameters. default: those of the checkpoint, which the given ones override."""
+        return SamplingParams(**{**default, **self.settings})
 
-def read_prompts(prompt: str | None, input_file: Path | None, sampling: SamplingParams) -> list[GivenPrompt]:
+
+def read_prompts(prompt: str | None, input_file: Path | None, settings: dict[str, Any]) -> list[GivenPrompt]:
     """The prompt, or every line of the file ("-" is standard input) that is not blank.
 
-    A line's settings override those of `sampling`.
+    settings: sampling parameters, which a line's own override.
 
     Raises:
         MLAError: neither or both are given; a malformed line, named with its file and key.
     """
     if prompt is not None and input_file is None:
         check_text(prompt, "--prompt")
-        return [GivenPrompt(prompt, sampling, "--prompt")]
+        return [GivenPrompt(prompt, settings, "--prompt")]
     if prompt is not None or input_file is None:
         raise MLAError("--prompt, --input", "one of them", "neither" if prompt is None else "both")
     file = "stdin" if input_file == STDIN else str(input_file)
@@ -56,7 +60,7 @@ def read_prompts(prompt: str | None, input_file: Path | None, sampling: Sampling
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise MLAError(f"--input {input_file}", "at least one prompt, one per line", "none")
-    return [_parse(line, f"{file}, line {number}", number, sampling) for number, line in lines]
+    return [_parse(line, f"{file}, line {number}", number, settings) for number, line in lines]
 
 
 def _read_text(name: str, file: Path) -> str:
@@ -67,7 +71,7 @@ def _read_text(name: str, file: Path) -> str:
         raise MLAError(name, "a readable file in UTF-8", error) from error
 
 
-def _parse(line: str, name: str, number: int, sampling: SamplingParams) -> GivenPrompt:
+def _parse(line: str, name: str, number: int, settings: dict[str, Any]) -> GivenPrompt:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         for key in keys:
@@ -90,17 +94,15 @@ def _parse(line: str, name: str, number: int, sampling: SamplingParams) -> Given
         check_text(prompt, name)
     else:
         check_token_ids(f"{name}: prompt_token_ids", prompt)
-    return GivenPrompt(prompt, _with_settings(sampling, value, name), name, number)
-
-
-def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str) -> SamplingParams:
-    for key in (key for key in settings if key not in _SETTINGS):
+    for key in (key for key in value if key not in _SETTINGS):
         known = ", ".join((*_PROMPTS, *_SETTINGS))
         raise MLAError(f"{name}: {_shorten(key)}", f"one of {known}", "an unknown key")
+    given = GivenPrompt(prompt, {**settings, **value}, name, number)
     try:
-        return replace(sampling, **settings)
+        given.sampling({})
     except MLAError as error:
         raise MLAError(f"{name}: {error.name}", error.expected, error.got, error.hint) from error
+    return given
 
 
 def check_text(prompt: object, name: str) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.cli.machine import pick_device
-from mla_compile.engine.config import EngineConfig, max_model_len_of
-from mla_compile.engine_settings import EngineSettings, with_drafts
+from mla_compile.engine.config import EngineConfig, check_max_model_len
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
-from mla_compile.models.checkpoint import names_mtp, read_config
+from mla_compile.models.checkpoint import read_config
 from mla_compile.serving.settings import ServerSettings
 
 API_KEY = "MLA_COMPILE_API_KEY"
@@ -28,8 +28,7 @@ def serve_checkpoint(
     engine: EngineSettings,
     **settings: Any,
 ) -> None:
-    """engine: settings of `EngineConfig`; a number of drafts of None is chosen for the model. settings: of
-    `ServerSettings`.
+    """engine: settings of `EngineConfig`. settings: of `ServerSettings`.
 
     Raises:
         MLAError: a bad setting.
@@ -39,8 +38,7 @@ def serve_checkpoint(
         raise MLAError("--tensor-parallel-size", expected, settings["tensor_parallel_size"])
     serve = _server(replicas)
     config, _ = read_config(model)
-    engine = with_drafts(engine, has_mtp=names_mtp(config))
-    engine["max_model_len"] = max_model_len_of(engine["max_model_len"], config.max_position_embeddings)
+    check_max_model_len(engine["max_model_len"], config.max_position_embeddings)
     whole = EngineConfig(**engine)
     keys = _read_keys(api_key_file)
     place = str(pick_device(device))

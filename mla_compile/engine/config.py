@@ -4,7 +4,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mla_compile.backend import resolve_settings
-from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN
+from mla_compile.defaults import (
+    LEAST_MAX_MODEL_LEN,
+    DeviceDefaults,
+    default_drafts,
+    default_max_model_len,
+    default_tokens_per_step,
+    defaults_on,
+)
+from mla_compile.engine.device_memory import bytes_left
 from mla_compile.engine_settings import EngineFields, EngineSettings, check_settings_of
 from mla_compile.errors import MLAError
 from mla_compile.ops.attention.decode_backends import check_name, select_backend
@@ -13,9 +21,6 @@ from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.suggest import suggestions
-
-DEFAULT_TOKENS_PER_STEP = 2048
-"""Of decode rows and prompts together. It bounds the activations, and how long a prompt delays decode rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +55,24 @@ class EngineConfig(EngineFields):
             return {"mode": self.mode}
         return {"options": resolve_settings(self.mode, self._options)}
 
-    def fitted_to(self, model: ServedModel) -> "FittedConfig":
+    def fitted_to(
+        self, model: ServedModel, *, device_type: str | None = None, left: int | None = None
+    ) -> "FittedConfig":
         """These settings for one model, with defaults filled in.
+
+        device_type, left: of a device to plan for: "cuda" or "cpu", and its bytes that the weights leave. By default
+            of the model's own device.
 
         Raises:
             MLAError: a setting that the model or its device rules out, named.
         """
         _check_model(model)
-        longest = max_model_len_of(self.max_model_len, getattr(model, "max_position_embeddings", None))
-        pages_per_row = -(-longest // self.page_size)
-        k, given = self.num_speculative_tokens, self
+        on = defaults_on(device_type or model.device.type)
+        page_size, k, given = self.page_size or on.page_size, self._drafts(model), self
+        longest = self._longest(model, on, page_size=page_size, is_drafting=k > 0, left=left)
+        pages_per_row = -(-longest // page_size)
         if model.is_recurrent:
-            given = self._fitted_to_recurrent(longest)
+            given = self._fitted_to_recurrent(k, longest)
         device = describe_device(model.device)  # other constraints are checked when the model runs
         call = Call(*device, captured=self.captures, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
@@ -72,7 +83,7 @@ class EngineConfig(EngineFields):
         if given.num_pages is None and num_pages >= 2**31:
             raise MLAError("max_rows, max_model_len, page_size", "fewer than 2**31 pages in all", num_pages)
         of_decode_rows = self.max_rows * (1 + k)
-        tokens = given.max_tokens_per_step or max(DEFAULT_TOKENS_PER_STEP, of_decode_rows + 512)
+        tokens = given.max_tokens_per_step or default_tokens_per_step(of_decode_rows)
         if tokens < of_decode_rows:
             expected = f"at least max_rows * (1 + num_speculative_tokens) = {of_decode_rows}"
             raise MLAError("max_tokens_per_step", expected, tokens)
@@ -82,6 +93,8 @@ class EngineConfig(EngineFields):
             | {
                 # Without drafts the model need not support any drafter.
                 "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
+                "num_speculative_tokens": k,
+                "page_size": page_size,
                 "max_model_len": longest,
                 "num_pages": num_pages,
                 "max_tokens_per_step": tokens,
@@ -89,14 +102,37 @@ class EngineConfig(EngineFields):
             pages_per_grant=pages_per_row if model.is_recurrent else 1,
         )
 
-    def _fitted_to_recurrent(self, longest: int) -> "EngineConfig":
+    def _drafts(self, model: ServedModel) -> int:
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        has_mtp = model.has_mtp and not model.is_recurrent
+        return default_drafts(has_mtp=has_mtp, has_drafter=self.drafter is not None)
+
+    def _longest(
+        self, model: ServedModel, on: DeviceDefaults, *, page_size: int, is_drafting: bool, left: int | None
+    ) -> int:
+        """`max_model_len`, for a model with drafts or without."""
+        positions = getattr(model, "max_position_embeddings", None)
+        check_max_model_len(self.max_model_len, positions)
+        if self.max_model_len is not None:
+            return self.max_model_len
+        affordable = 0
+        if positions is not None and positions > LEAST_MAX_MODEL_LEN:
+            specs = [spec for spec in model.cache_specs() if is_drafting or spec.owner == "target"]
+            of_token = self.max_rows * sum(spec.bytes_per_token for spec in specs)
+            affordable = on.cache_bytes(bytes_left(model) if left is None else left) // max(1, of_token)
+        if self.num_pages is not None:
+            affordable = min(affordable, (self.num_pages - 1) * page_size)
+        return default_max_model_len(positions, affordable)
+
+    def _fitted_to_recurrent(self, k: int, longest: int) -> "EngineConfig":
         """A row keeps one block of pages, which locates its state, and its prompt runs in one piece."""
         if self.batch_invariant:
             expected = "False for a model with recurrent layers, whose kernels are not batch-invariant"
             raise MLAError("batch_invariant", expected, True)
-        if self.num_speculative_tokens > 0:
+        if k > 0:
             expected = "0 for a model with recurrent layers, whose state cannot roll back a rejected draft"
-            raise MLAError("num_speculative_tokens", expected, self.num_speculative_tokens)
+            raise MLAError("num_speculative_tokens", expected, k)
         for name in ("num_pages", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
@@ -110,8 +146,10 @@ class FittedConfig(EngineConfig):
     pages_per_grant: cache pages per page of the scheduler.
     """
 
+    num_speculative_tokens: int
     drafter: DrafterKind
     max_model_len: int
+    page_size: int
     num_pages: int
     max_tokens_per_step: int
     pages_per_grant: int
@@ -149,19 +187,10 @@ class FittedConfig(EngineConfig):
         return self.max_tokens_per_step - self.max_rows * (1 + self.num_speculative_tokens)
 
 
-def max_model_len_of(given: int | None, positions: int | None, default: int = DEFAULT_MAX_MODEL_LEN) -> int:
-    """The `max_model_len` of a model; by default the number of its positions, at most `default`.
-
-    positions: the model's number of positions; None for no limit.
-
-    Raises:
-        MLAError: more than the model has.
-    """
-    if given is None:
-        return default if positions is None else min(default, positions)
-    if positions is not None and given > positions:
+def check_max_model_len(given: int | None, positions: int | None) -> None:
+    """Raises `MLAError` for more than the model's number of positions, if it has one."""
+    if given is not None and positions is not None and given > positions:
         raise MLAError("max_model_len", f"at most the model's {positions} positions", given)
-    return given
 
 
 def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineConfig:

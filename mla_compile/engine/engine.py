@@ -72,7 +72,7 @@ class Engine:
         self.config = config_of(config, settings).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.report_lag = int(self.device.type == "cuda")
-        self._intake = Intake(model.vocab_size, self.config.max_model_len, tokenizer)
+        self._intake = Intake(model, self.config.max_model_len, tokenizer)
         drafter = self.config.build_drafter(model)
         self._caches = EngineCaches(model, drafter)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
@@ -103,7 +103,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
-        stop_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] | None = None,
         grammar: Grammar | None = None,
         priority: int = 0,
         max_drafts: int | None = None,
@@ -113,7 +113,8 @@ class Engine:
 
         Args:
             prompt: token ids, at least one.
-            sampling: of one completion (`n` is 1); greedy by default.
+            sampling: of one completion (`n` is 1); by default the model's `default_sampling`, which `load_model` sets,
+                else greedy.
             max_new_tokens: maximum number of new tokens, >= 1; `SamplingParams.max_tokens` takes precedence.
             stop_ids, grammar: see `stream`.
             priority: an integer; lower ones are served first.
@@ -240,7 +241,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
-        stop_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] | None = None,
         grammars: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt; returns the last list that `stream` yields.
@@ -264,7 +265,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
-        stop_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] | None = None,
         grammars: Grammar | Sequence[Grammar | None] | None = None,
         choose: TokenChooser | None = None,
     ) -> Iterator[list[Completion]]:
@@ -272,11 +273,12 @@ class Engine:
 
         Args:
             prompts: token ids of each prompt, at least one each.
-            sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions,
-                one after the other in the list.
+            sampling: for all prompts, or one for each; by default the model's `default_sampling`, which `load_model`
+                sets, else greedy. A prompt has `SamplingParams.n` completions, one after the other in the list.
             max_new_tokens: maximum number of new tokens per prompt, >= 1; a prompt's `SamplingParams.max_tokens` takes
                 precedence. A row also ends at `max_model_len`.
-            stop_ids: the model's end-of-sequence ids; a row ends with the first of these that it emits.
+            stop_ids: a row ends with the first of these that it emits; by default the model's `stop_ids`, the
+                end-of-sequence ids that `load_model` sets, else none.
             grammars: constrain completions: one for all prompts, or one for each. None for no constraint; the tokens of
                 such a prompt do not depend on other prompts' grammars. A stop id follows a complete text. `sampling`
                 chooses among the tokens that the grammar allows; penalties are applied before the mask, and

@@ -9,6 +9,7 @@ from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.errors import MLAError, first_line, is_request_error
 from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams, check_min_tokens, check_token_ids
+from mla_compile.speculate import ServedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,21 +20,25 @@ class Intake:
 
     Raises:
         MLAError: from each method, a bad argument, named; from `Intake`, `tokenizer` is not a tokenizer.
+
+    sampling, stop_ids: of requests without their own, from the model (see `ServedModel`).
     """
 
     def __init__(
-        self, vocab_size: int, max_model_len: int, tokenizer: "PreTrainedTokenizerBase | None"
+        self, model: ServedModel, max_model_len: int, tokenizer: "PreTrainedTokenizerBase | None"
     ) -> None:
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
-        self._vocab_size, self._longest, self._tokenizer = vocab_size, max_model_len, tokenizer
+        self._vocab_size, self._longest, self._tokenizer = model.vocab_size, max_model_len, tokenizer
+        self.sampling = SamplingParams(**getattr(model, "default_sampling", {}))
+        self.stop_ids: Sequence[int] = getattr(model, "stop_ids", ())
 
     def requests(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         max_new_tokens: int,
-        stop_ids: Sequence[int],
+        stop_ids: Sequence[int] | None,
         grammars: Grammar | Sequence[Grammar | None] | None = None,
         choose: TokenChooser | None = None,
     ) -> list[Request]:
@@ -45,7 +50,7 @@ class Intake:
         if not isinstance(prompts, Sequence):
             raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
         if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
+            sampling = [sampling or self.sampling] * len(prompts)
         if grammars is None or isinstance(grammars, Grammar):
             grammars = [grammars] * len(prompts)
         for name, given in (("sampling", sampling), ("grammars", grammars)):
@@ -68,13 +73,14 @@ class Intake:
         prompt: Sequence[int],
         sampling: SamplingParams | None,
         max_new_tokens: int,
-        stop_ids: Sequence[int],
+        stop_ids: Sequence[int] | None,
         grammar: Grammar | None,
         choose: TokenChooser | None = None,
         place: str = "",
     ) -> Request:
         """A single request. place: its index in a list, appended to `prompt` and `grammar` in errors."""
-        params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
+        params = self.sampling if sampling is None else checked_sampling("sampling", sampling)
+        stop_ids = self.stop_ids if stop_ids is None else stop_ids
         if params.n != 1:
             raise MLAError("n", "1", params.n, "add a request for each of `SamplingParams.copies()`")
         check_positive("max_new_tokens", max_new_tokens)

@@ -3,16 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_compile.engine.config import EngineConfig, FittedConfig
+from mla_compile.engine.device_memory import named_tensors
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import check_divisible, division
 from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.speculate.drafter import cache_specs
-
-RESERVED = 0.05
-"""The share of a GPU's memory reserved for CUDA itself, kernels' code, collectives' buffers and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -23,37 +21,32 @@ class MemoryPlan:
     cache: latents of `num_pages` pages, the dummy page included.
     steps: an estimate of the largest step's activations.
     graphs: the capture budget. The last recording may exceed it, by one step at most.
+    config: the settings of the engine, with defaults filled in.
     """
 
     num_gpus: int
     weights: int
     alike: int
     cache: int
-    num_pages: int
-    page_size: int
     steps: int
     graphs: int
+    config: FittedConfig
 
     @property
     def total(self) -> int:
         return self.weights + self.cache + self.steps + self.graphs
 
-    def fits(self, memory: int) -> bool:
-        """Whether it fits into GPUs of `memory` bytes, without the reserved share."""
-        return self.total <= available(memory)
+    def fits(self, usable: int) -> bool:
+        """Whether it fits into GPUs of `usable` bytes, those of the reserved share not counted."""
+        return self.total <= usable
 
-    def most_pages(self, memory: int) -> int:
+    def most_pages(self, usable: int) -> int:
         """Pages of the largest cache that fits, the dummy page included; 0 or less if not even that one fits."""
-        return (available(memory) - (self.total - self.cache)) // (self.cache // self.num_pages)
+        return (usable - (self.total - self.cache)) // (self.cache // self.config.num_pages)
 
-    def most_rows(self, memory: int, num_tokens: int) -> int:
+    def most_rows(self, usable: int, num_tokens: int) -> int:
         """The number of requests of `num_tokens` tokens each that fit at once."""
-        return max(0, self.most_pages(memory) - 1) // -(-num_tokens // self.page_size)
-
-
-def available(memory: int) -> int:
-    """A GPU's bytes without the reserved share."""
-    return int(memory * (1 - RESERVED))
+        return max(0, self.most_pages(usable) - 1) // -(-num_tokens // self.config.page_size)
 
 
 def plan_memory(
@@ -63,49 +56,48 @@ def plan_memory(
     *,
     expert_parallel: bool = False,
     argument: str = "num_gpus",
+    device_type: str | None = None,
+    usable: int | None = None,
 ) -> MemoryPlan:
     """The memory of an engine whose model is divided among GPUs (see `division`).
 
     model: on any device, such as the meta device (`meta_model`).
     config: without a `capture_budget` graphs count as 0 bytes.
     argument: the name of `num_gpus` in errors.
+    device_type, usable: of a device to plan for: "cuda" or "cpu", and its bytes without the reserved share. By default
+        the model's own device.
 
     Raises:
         MLAError: the model cannot be divided among this number of GPUs, or rules out a setting.
     """
     check_divisible(model, num_gpus, expert_parallel=expert_parallel, argument=argument)
-    fitted = config.fitted_to(model)
-    drafter = fitted.build_drafter(model)
-    specs = cache_specs(model, drafter)
-    caches = {id(spec.layer.kv_cache) for spec in [*model.cache_specs(), *specs]}
-    of_model = {id(tensor) for _, tensor in _named_tensors(model)}
+    caches = {id(spec.layer.kv_cache) for spec in model.cache_specs()}
+    of_model = {
+        id(tensor): (name, tensor) for name, tensor in named_tensors(model) if id(tensor) not in caches
+    }
     divided: list[Tensor] = []
-    alike = [x for _, x in _named_tensors(drafter) if id(x) not in of_model and id(x) not in caches]
-    for name, tensor in _named_tensors(model):
-        if id(tensor) in caches:
-            continue
+    alike: list[Tensor] = []
+    for name, tensor in of_model.values():
         how = division(name, expert_parallel=expert_parallel)
         if how is not None:
             divided.append(how.part(tensor, 0, num_gpus))
         else:
             alike.append(tensor)
+    left = None if usable is None else usable - _num_bytes(divided) - _num_bytes(alike)
+    fitted = config.fitted_to(model, device_type=device_type, left=left)
+    drafter = fitted.build_drafter(model)
+    specs = cache_specs(model, drafter)
+    caches |= {id(spec.layer.kv_cache) for spec in specs}
+    alike += [x for _, x in named_tensors(drafter) if id(x) not in of_model and id(x) not in caches]
     return MemoryPlan(
         num_gpus=num_gpus,
         weights=_num_bytes(divided) + _num_bytes(alike),
         alike=_num_bytes(alike),
         cache=fitted.num_pages * fitted.page_size * sum(spec.bytes_per_token for spec in specs),
-        num_pages=fitted.num_pages,
-        page_size=fitted.page_size,
         steps=_of_step(model, fitted, num_gpus),
         graphs=fitted.capture_budget or 0,
+        config=fitted,
     )
-
-
-def _named_tensors(module: object) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers; none if a drafter is not a module."""
-    if not isinstance(module, nn.Module):
-        return []
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

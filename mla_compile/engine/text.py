@@ -1,6 +1,5 @@
-"""Text in, text out: a checkpoint's tokenizer and stop ids around the engine."""
+"""Text in, text out: a checkpoint's tokenizer around the engine."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,25 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 
-from mla_compile.defaults import (
-    DEFAULT_MAX_MODEL_LEN,
-    DEFAULT_MAX_ROWS,
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_PAGE_SIZE,
-    SHIPPED_MODEL,
-)
+from mla_compile.defaults import DEFAULT_MAX_ROWS, DEFAULT_MAX_TOKENS, SHIPPED_MODEL, default_dtype
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import config_of
 from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.engine.start_ranks import start_ranks
-from mla_compile.engine_settings import EngineSettings, with_drafts
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
-from mla_compile.models.checkpoint import MAX_CONFIG, directory_of, open_checkpoint, read_config
-from mla_compile.models.files import read_object
-from mla_compile.models.settings import SETTINGS, check_settings
+from mla_compile.models.checkpoint import directory_of, open_checkpoint, read_config
 from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
@@ -34,33 +25,27 @@ from mla_compile.speculate.drafter import loads_mtp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
-
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model, its tokenizer and its stop ids.
-
-    tokenizer: None if there is none; prompts are then token ids.
-    stop_ids: the checkpoint's end-of-sequence ids that are in its vocabulary.
-    """
+    """A model and its tokenizer, None if there is none; prompts are then token ids."""
 
     model: MLAForCausalLM
     tokenizer: "PreTrainedTokenizerBase | None"
-    stop_ids: list[int]
 
     @classmethod
     def load(
         cls,
         path: str | Path = SHIPPED_MODEL,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         mtp: bool | None = None,
         quantize: Literal["fp8"] | None = None,
         dequantize: bool = False,
+        generation_config: Literal["auto", "none"] = "auto",
         tokenizer: str | Path | None = None,
         text: bool = True,
         tensor_parallel_size: int = 1,
@@ -88,12 +73,17 @@ class Checkpoint:
             hint = "use tensor_parallel_size=2, for example"
             raise MLAError("expert_parallel", "more than one process", size, hint)
         directory = directory_of(path)
-        config, _ = read_config(directory)
-        stop_ids = _stop_ids(directory, config.eos_token_id, config.vocab_size)
+        read_config(directory)
         found = _tokenizer(directory, tokenizer, text=text)
-        settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
+        settings: dict[str, Any] = {
+            "mtp": mtp,
+            "quantize": quantize,
+            "dequantize": dequantize,
+            "generation_config": generation_config,
+        }
         parallel = None
         if size > 1:
+            dtype = dtype or default_dtype(device)
             whole = open_checkpoint(directory, dtype=dtype, **settings)[0]
             check_divisible(whole, size, expert_parallel=expert_parallel, argument="tensor_parallel_size")
             parallel = start_ranks(
@@ -105,7 +95,7 @@ class Checkpoint:
                 **settings,
             )
         model = load_model(directory, dtype=dtype, device=device, parallel=parallel, **settings)
-        return cls(model, found, stop_ids)
+        return cls(model, found)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """Token ids of a prompt, checked against the model; errors call the prompt `name`.
@@ -139,23 +129,6 @@ def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "Pr
         return None
 
 
-def _stop_ids(directory: Path, of_config: int | list[int] | None, vocab_size: int) -> list[int]:
-    """End-of-sequence ids: those of generation_config.json if it has any, else the config's.
-
-    Ids outside of the vocabulary are left out.
-    """
-    name = "generation_config.json"
-    generation = read_object(directory, name, most=MAX_CONFIG) or {}
-    check_settings(generation, {"eos_token_id": SETTINGS["eos_token_id"]}, f"{directory / name}: ")
-    found = generation.get("eos_token_id")
-    if found is None:
-        found = of_config
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if outside := [id for id in ids if id >= vocab_size]:
-        log.warning("%s: eos_token_id %s is outside of the vocabulary of %d", directory, outside, vocab_size)
-    return [id for id in ids if id < vocab_size]
-
-
 def fitting_engine(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
@@ -171,26 +144,21 @@ def fitting_engine(
     compiled step in Inductor's cache.
 
     sampling: as for `Engine.generate`; `n` and `max_tokens` determine sizes.
-    settings: of `EngineConfig`. By default steps have 3 drafts if the checkpoint has an MTP layer or a drafter is
-        given, else none.
+    settings: of `EngineConfig`. By default there are not more rows than completions.
     """
     model = checkpoint.model
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     copies = max((params.n for params in asked), default=1)
     max_new_tokens = max([1, max_new_tokens, *(params.max_tokens or 1 for params in asked)])
     longest = _power_of_two(max(map(len, prompts), default=1) + max_new_tokens)
+    default = config_of(None, settings).fitted_to(model)
     max_rows = settings.get("max_rows") or min(DEFAULT_MAX_ROWS, _power_of_two(len(prompts) * copies))
-    room = min(max(DEFAULT_MAX_MODEL_LEN, longest), model.config.max_position_embeddings)
+    room = max(default.max_model_len, min(longest, model.max_position_embeddings))
     max_model_len = settings.get("max_model_len") or room
-    page_size = settings.get("page_size") or DEFAULT_PAGE_SIZE
-    default_pages, pages = (-(-n // page_size) for n in (DEFAULT_MAX_MODEL_LEN, max_model_len))
-    sizes: EngineSettings = {
-        "max_rows": max_rows,
-        "max_model_len": max_model_len,
-        "num_pages": 1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),
-    }
-    config = config_of(None, {**sizes, **with_drafts(settings, has_mtp=model.has_mtp)})
-    return Engine(model, config, tokenizer=checkpoint.tokenizer)
+    pages = 1 + max_rows * -(-max_model_len // default.page_size)
+    num_pages = settings.get("num_pages") or max(default.num_pages, pages)
+    sizes: EngineSettings = {"max_rows": max_rows, "max_model_len": max_model_len, "num_pages": num_pages}
+    return Engine(model, config_of(None, {**settings, **sizes}), tokenizer=checkpoint.tokenizer)
 
 
 def _power_of_two(n: int) -> int:
@@ -206,10 +174,11 @@ def generate(
     max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     grammars: Grammar | Sequence[Grammar | None] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
+    generation_config: Literal["auto", "none"] = "auto",
     **settings: Unpack[EngineSettings],
 ) -> list[Completion]:
     """Complete prompts with a checkpoint.
@@ -225,13 +194,13 @@ def generate(
         tokenizer: a directory with the tokenizer to use, if the model's own is code, which is never run. Without a
             tokenizer prompts are token ids, and completions have no text.
         max_new_tokens: maximum new tokens per prompt; a prompt's `SamplingParams.max_tokens` takes precedence.
-        sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
-            after the other in the list.
+        sampling: for all prompts, or one for each; by default what the checkpoint's `generation_config.json` says, else
+            greedy. A prompt has `SamplingParams.n` completions, one after the other in the list.
         grammars: constrain completions: one for all prompts, or one for each; None for no constraint.
-        dtype, device: of weights and caches.
-        quantize, dequantize: as for `load_model`: quantise weights to FP8, or convert FP8 weights to `dtype`.
-        settings: of the engine, see `EngineConfig`. By default `num_speculative_tokens` is 3 if the checkpoint has an
-            MTP layer or `drafter` is given, else 0, and the sizes are as large as these prompts need.
+        dtype, device: of weights and caches; the dtype is bfloat16 on a GPU and float32 elsewhere by default.
+        quantize, dequantize, generation_config: as for `load_model`: quantise weights to FP8, or convert FP8 weights to
+            `dtype`; "none" ignores the checkpoint's `generation_config.json`.
+        settings: of the engine, see `EngineConfig`. By default there are not more rows than completions.
 
     Returns:
         The completions, in order; each ends after an end-of-sequence id of the checkpoint, by its `SamplingParams`,
@@ -251,6 +220,7 @@ def generate(
         mtp=mtp,
         quantize=quantize,
         dequantize=dequantize,
+        generation_config=generation_config,
         tokenizer=tokenizer,
         text=text,
     )
@@ -258,10 +228,4 @@ def generate(
     engine = fitting_engine(
         checkpoint, token_ids, max_new_tokens=max_new_tokens, sampling=sampling, **settings
     )
-    return engine.generate(
-        token_ids,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=checkpoint.stop_ids,
-        grammars=grammars,
-    )
+    return engine.generate(token_ids, sampling, max_new_tokens=max_new_tokens, grammars=grammars)

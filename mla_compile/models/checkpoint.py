@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mla_compile.defaults import default_dtype
 from mla_compile.errors import MLAError, first_line
 from mla_compile.hub import download_hint, find_checkpoint
 from mla_compile.models import fp8
 from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
-from mla_compile.models.files import read_object
+from mla_compile.models.files import MAX_CONFIG, read_object
+from mla_compile.models.generation_config import read_generation_config
 from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.names import (
     destinations,
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CONFIG = "config.json"
-MAX_CONFIG = 2**24
-"""Maximum bytes of a file of settings."""
 _FLOAT8_SCALE = "F8_E8M0"  # safetensors' name
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
@@ -46,11 +46,12 @@ _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-specul
 def load_model(
     path: str | Path,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     mtp: bool | None = None,
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
+    generation_config: Literal["auto", "none"] = "auto",
     parallel: Parallel | None = None,
 ) -> MLAForCausalLM:
     """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
@@ -61,21 +62,26 @@ def load_model(
 
     Args:
         path: the checkpoint's directory, or ORG/NAME of a model in the local Hugging Face cache.
-        dtype: of weights, except FP8 ones, and of the computation; the routers' correction biases stay float32.
+        dtype: of weights, except FP8 ones, and of the computation; the routers' correction biases stay float32. None:
+            bfloat16 on a GPU, float32 elsewhere.
         device: of the weights, which are moved one at a time.
         mtp: whether to have the MTP layer; None: if the checkpoint holds its tensors, regardless of its config.
         quantize: "fp8": quantise linear layers and experts to FP8. Embedding, head, `kv_b_proj`, routers and the MTP
             layer's `eh_proj` stay in `dtype`; an FP8 checkpoint stays as it is.
         dequantize: convert all weights to `dtype`.
+        generation_config: "auto": the model's `default_sampling` and `stop_ids`, which requests without their own use,
+            are those of `generation_config.json`. "none": that file is ignored: greedy, and the config's
+            end-of-sequence ids.
         parallel: load the part of one of several processes that share the model; see docs/parallel.md. Only that part
             of each divided tensor is read, or the blocks that overlap it if it is dequantised. An error in one process
             is an error in all.
 
     Raises:
-        MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
-            tensors (all in one error), several MTP layers, or none with `mtp=True`; a dtype that is not floating, a
-            device that this machine lacks; another `quantize`, or `dequantize` with it; a number of processes that the
-            model cannot be divided among, or a `parallel` that is not this process's.
+        MLAError: a missing or unreadable file, an unsupported config or quantisation, a bad sampling parameter, missing
+            or extra or misshapen tensors (all in one error), several MTP layers, or none with `mtp=True`; a dtype that
+            is not floating, a device that this machine lacks; another `quantize`, or `dequantize` with it; another
+            `generation_config`; a number of processes that the model cannot be divided among, or a `parallel` that is
+            not this process's.
     """
     if parallel is not None:
         check_parallel(parallel)
@@ -83,9 +89,16 @@ def load_model(
     is_shown = parallel is None or parallel.rank == 0
     with together():
         _check_target(dtype, device)
+        dtype = dtype or default_dtype(device)
     with announce_if_slow("opening the checkpoint", is_shown=is_shown), together():
         model, files, block = open_checkpoint(
-            path, dtype=dtype, mtp=mtp, quantize=quantize, dequantize=dequantize, parallel=parallel
+            path,
+            dtype=dtype,
+            mtp=mtp,
+            quantize=quantize,
+            dequantize=dequantize,
+            generation_config=generation_config,
+            parallel=parallel,
         )
     with together():
         model.to_empty(device=device)
@@ -135,6 +148,7 @@ def open_checkpoint(
     mtp: bool | None = None,
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
+    generation_config: Literal["auto", "none"] = "auto",
     parallel: Parallel | None = None,
 ) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
     """The model that `load_model` fills, still on the meta device, its files, and the FP8 block of their weights.
@@ -144,6 +158,7 @@ def open_checkpoint(
     directory = directory_of(path)
     config, block = read_config(directory)
     _check_quantize(quantize, dequantize, block)
+    sampling, stop_ids = read_generation_config(directory, config, generation_config)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
@@ -152,6 +167,7 @@ def open_checkpoint(
         mtp = _has_mtp(files, config, directory, wanted=mtp)
     with torch.device("meta"):
         model = MLAForCausalLM(config, mtp=mtp).to(dtype)
+    model.default_sampling, model.stop_ids = sampling, stop_ids
     _check(model, files, directory, block)
 
     def is_fp8(name: str) -> bool:
@@ -247,8 +263,8 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
     return config
 
 
-def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+def _check_target(dtype: torch.dtype | None, device: str | torch.device) -> None:
+    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         expected = "a float dtype: float16, bfloat16, float32 or float64"
         raise MLAError("dtype", expected, f"{dtype!r:.80}", "for example torch.bfloat16")
     try:

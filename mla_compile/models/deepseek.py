@@ -1,7 +1,7 @@
 """The DeepSeek architecture over packed tokens, for DeepSeek-V2, DeepSeek-V3 and GLM-4 MoE Lite checkpoints."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ class MLAForCausalLM(nn.Module):
         self.mtp = MTPLayer(arch) if mtp else None
         self.parallel: Parallel | None = None
         """This process's part of a shared model; None if it has the whole model."""
+        self.default_sampling: dict[str, Any] = {}
+        self.stop_ids: list[int] = []
+        """See `ServedModel`; `load_model` sets both."""
         self.requires_grad_(False)
 
     @property

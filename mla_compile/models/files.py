@@ -11,6 +11,8 @@ from typing import Any
 from mla_compile.errors import MLAError
 from mla_compile.hub import download_hint, repository_of
 
+MAX_CONFIG = 2**24
+"""Maximum bytes of a file of settings."""
 _PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 _SHARED_BLOB = re.compile(
     r"[0-9a-f]{64}"
@@ -88,9 +90,7 @@ def read_object(directory: Path, name: str, *, most: int) -> dict[str, Any] | No
 def parse_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object in `text`, called `name` in errors. Raises `MLAError` as `read_object` does."""
     try:
-        value = json.loads(
-            text, object_pairs_hook=without_repeats, parse_constant=_finite, parse_float=_finite
-        )
+        value = json.loads(text, object_pairs_hook=_finite_without_repeats)
     except RecursionError as error:
         raise MLAError(name, "a readable JSON object", "one nested too deeply") from error
     except ValueError as error:
@@ -118,8 +118,15 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:80]}")
-    return value
+def _finite_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, value in pairs:
+        if (number := _not_finite(value)) is not None:
+            raise ValueError(f"the number {number} for {key[:80]!r}")
+    return without_repeats(pairs)
+
+
+def _not_finite(value: object) -> float | None:
+    """A number in a value or in its lists that is NaN or infinite, as Python's reader allows; None if there is none."""
+    if isinstance(value, list):
+        return next((number for each in value if (number := _not_finite(each)) is not None), None)
+    return value if isinstance(value, float) and not math.isfinite(value) else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mla_compile.errors import MLAError
+from mla_compile.sampling_params import MAX_STOP_IDS
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ _TEXT = Rule("a text", lambda value: type(value) is str)
 _WIDTH = _integer(1, 2**20)
 _HEAD_WIDTH = _integer(1, 2**16)
 _MAX_LAYERS = 1024
-_MAX_ENDS = 256
+_MAX_ENDS = MAX_STOP_IDS
 
 
 def _is_end(value: object) -> bool:
@@ -101,6 +102,9 @@ SETTINGS: dict[str, Rule] = {
     "scoring_func": _or_null(_TEXT),
     "topk_method": _or_null(_TEXT),
 }
+
+GENERATION_SETTINGS = {"do_sample": _or_null(FLAG), "eos_token_id": _ENDS}
+"""Of generation_config.json; `SamplingParams` checks the others."""
 
 ROPE_SETTINGS: dict[str, Rule] = {
     "rope_type": _TEXT,

@@ -41,8 +41,8 @@ _KEPT_GRAMMARS = 64
 class _Served:
     """The requests of an engine by key, and how many tokens of each were sent."""
 
-    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", stop_ids: list[int]) -> None:
-        self.engine, self.stop_ids = engine, stop_ids
+    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.engine = engine
         self._tokenizer, self._grammars = tokenizer, GrammarThread[Grammar](_KEPT_GRAMMARS)
         self._requests: dict[int, Request] = {}
         self._num_sent: dict[int, int] = {}
@@ -79,7 +79,6 @@ class _Served:
             self._requests[key] = self.engine.add(
                 asked.prompt,
                 asked.params,
-                stop_ids=self.stop_ids,
                 grammar=None if grammar is None else grammar.result(),
                 priority=asked.priority,
                 max_drafts=asked.max_drafts,
@@ -142,7 +141,7 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
     """
     served = _load(settings)
     engine = served.engine
-    config, stop_ids = engine.config, served.stop_ids
+    config, stop_ids = engine.config, getattr(engine.model, "stop_ids", [])
     gc.collect()
     gc.freeze()  # compilation leaves millions of objects, which garbage collection in steps should skip
     limits = ModelLimits(
@@ -151,6 +150,7 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
         config.max_model_len,
         max_choices=min(MAX_CHOICES, config.max_rows + settings.max_waiting),
         max_stop_token_ids=MAX_STOP_IDS - len(stop_ids),
+        default_sampling=getattr(engine.model, "default_sampling", {}),
         drafter=config.drafter.name,
         num_speculative_tokens=config.num_speculative_tokens,
     )
@@ -188,7 +188,7 @@ def _load(settings: ServerSettings) -> _Served:
     else:
         engine.warm_up()
     assert checkpoint.tokenizer is not None, "the server checks this"
-    return _Served(engine, checkpoint.tokenizer, checkpoint.stop_ids)
+    return _Served(engine, checkpoint.tokenizer)
 
 
 def main(fd: int) -> None:

@@ -87,6 +87,7 @@ class ModelLimits:
     max_model_len: tokens of a request, prompt included.
     max_choices: completions of a request, over all its prompts.
     max_stop_token_ids: `MAX_STOP_IDS`, less the model's own stop ids.
+    default_sampling: fields of `SamplingParams`, from the checkpoint, for requests without them.
     drafter, num_speculative_tokens: the drafter's name and drafts per step, for /v1/models.
     """
 
@@ -95,6 +96,7 @@ class ModelLimits:
     max_model_len: int
     max_choices: int = MAX_CHOICES
     max_stop_token_ids: int = 7
+    default_sampling: dict[str, Any] = field(default_factory=dict)
     drafter: str = "mtp"
     num_speculative_tokens: int = 0
 

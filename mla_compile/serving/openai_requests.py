@@ -200,7 +200,7 @@ def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> S
         raise BadRequest(f"n: expected an integer in [1, {limits.max_choices}], got {given['n']}", "n")
     unsampled = {"temperature": 1.0, "top_p": 1.0, "seed": secrets.randbelow(2**62), "logprobs": logprobs}
     try:
-        params = SamplingParams(**{**unsampled, **given})
+        params = SamplingParams(**{**unsampled, **limits.default_sampling, **given})
         for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", list(params.logit_bias or ()))):
             check_token_ids(name, ids, limits.vocab_size)
         return params

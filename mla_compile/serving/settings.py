@@ -127,7 +127,7 @@ class ServerSettings(CheckpointSettings):
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+|\*", origin):
                 expected = "origins as browsers send them, like https://example.com without a path, or *"
                 raise MLAError("allowed_origins", expected, repr(origin))
-        if self.dtype not in ("float32", "bfloat16"):
+        if self.dtype not in (None, "float32", "bfloat16"):
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
         if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # the characters of a header
             raise MLAError("api_keys", "keys of printable ASCII characters without spaces", "others")

@@ -33,8 +33,10 @@ class Target(Protocol):
 class ServedModel(Target, Protocol):
     """A `Target` that an engine can serve.
 
-    A model may have two more attributes. `max_position_embeddings`: its maximum number of tokens, which bounds
-    `max_model_len`. `num_aux_layers`: the number of layers whose outputs its forward can return; 0 by default.
+    A model may have more attributes. `max_position_embeddings`: its maximum number of tokens, which bounds
+    `max_model_len`. `num_aux_layers`: the number of layers whose outputs its forward can return; 0 by default. For
+    requests without their own: `default_sampling`, a dict of fields of `SamplingParams`, and `stop_ids`, a list of
+    end-of-sequence ids.
     """
 
     @property

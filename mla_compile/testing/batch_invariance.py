@@ -175,7 +175,7 @@ def _run(
         while waiting and arrivals[waiting[0]] <= step:
             i = waiting.pop(0)
             prompt, params = queries[i]
-            requests[i] = engine.add(prompt, params, max_new_tokens=max_new_tokens)
+            requests[i] = engine.add(prompt, params, max_new_tokens=max_new_tokens, stop_ids=())
             results[i] = _Result(requests[i].completion)
         engine.step()
         step += 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mla_compile
+from mla_compile.cli.machine import defaults_here
 from mla_compile.ops import library
 from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
 from tests.kernel_cases import BACKENDS
@@ -38,6 +39,16 @@ def implementations(text):
     return found
 
 
+def test_defaults_are_those_of_the_device(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    here = facts(run("env").stdout)
+    assert (here["dtype"], here["page size"], here["rows"]) == ("float32", "16 tokens", "8")
+    assert here["max_model_len"].endswith(" GB less weights")
+    on_gpu = defaults_here(torch.device("cuda"), 80 * 10**9)
+    assert (on_gpu["dtype"], on_gpu["page size"]) == ("bfloat16", "64 tokens")
+    assert on_gpu["max_model_len"].endswith("fit in 50% of 80.0 GB less weights and 3.2 GB")
+
+
 def fits_a_terminal(result):
     return all(len(line) <= 80 for line in result.stdout.splitlines())
 
@@ -49,7 +60,7 @@ def test_env_begins_with_what_runs_models_here(run):
     assert "does not work" not in result.stdout
     first, versions, hint = result.stdout.split("\n\n")
     found = facts(first)
-    assert [*found][:6] == ["device", "dtype", "steps", "CUDA graphs", "decode backend", "page size"]
+    assert [*found][:6] == ["device", "steps", "CUDA graphs", "decode backend", "dtype", "page size"]
     assert "--verbose" in hint
     if not torch.cuda.is_available():
         assert found["device"].startswith(f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} thread")

@@ -28,9 +28,9 @@ def test_deepseek_v3_fits_eight_h200(run: Run, directory: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == "DEEPSEEK_V3: 682.6 billion parameters, 11.6 of them in the MTP layer"
-    assert lines[1] == "On each of 8 GPUs, divided by heads, each expert and vocabulary:"
+    assert lines[1] == "On each of 8 GPUs, in bfloat16, divided by heads, each expert and vocabulary:"
     assert lines[2].split()[:2] == ["weights", "86.9"]
-    assert "8 rows x 2,048 tokens: 1,025 pages of 16" in lines[3]
+    assert "8 rows x 32,768 tokens: 4,097 pages of 64" in lines[3]
     assert "an estimate" in lines[4]
     assert "--capture-budget 2147483648" in lines[5]
     assert lines[8].startswith("It fits.")
@@ -104,7 +104,7 @@ def test_a_model_that_no_single_change_makes_fit(run: Run, directory: Path) -> N
 @of("GLM_4_7_FLASH")
 def test_flags_change_the_plan(run: Run, directory: Path) -> None:
     def weights(*flags: object) -> float:
-        result = run("plan", directory, *flags)
+        result = run("plan", directory, "--gpu-memory", "141GB", *flags)
         assert result.exit_code == 0, result.output
         (line,) = (line for line in result.stdout.splitlines() if line.startswith("  weights"))
         return float(line.split()[1])
@@ -152,11 +152,16 @@ def test_no_directory_and_no_config_are_named(run: Run, tmp_path: Path) -> None:
 
 
 @of("GLM_4_7_FLASH")
-def test_the_memory_is_that_of_the_gpu_here(
+def test_it_plans_for_this_machine_unless_flags_describe_gpus(
     run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "of 141.0 GB" in run("plan", directory).stdout
+    monkeypatch.setattr("mla_compile.cli.plan.usable_memory", lambda device: 700 * 10**9)
+    here = run("plan", directory).stdout
+    assert "On the CPU of this machine, in float32:" in here and "pages of 16\n" in here
+    assert "of 700.0 GB" in here and "graphs" not in here
+    there = run("plan", directory, "--gpus", 1).stdout
+    assert "On one GPU, in bfloat16:" in there and "pages of 64\n" in there and "of 141.0 GB" in there
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = type("Properties", (), {"total_memory": 24 * 10**9})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

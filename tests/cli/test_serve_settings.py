@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from mla_compile.cli import serve
 from mla_compile.cli.app import app
+from mla_compile.models.checkpoint import meta_model
 from tests.models import published
 
 
@@ -26,7 +27,7 @@ def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
     result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert result.exit_code == 0, result.output
     settings: Any = served.it
-    assert settings.engine.num_speculative_tokens == drafts
+    assert settings.engine.fitted_to(meta_model(tmp_path)).num_speculative_tokens == drafts
 
 
 @pytest.mark.parametrize("flag", ["--request-timeout", "--shutdown-timeout"])

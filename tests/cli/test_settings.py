@@ -15,11 +15,11 @@ HELLO = {"prompt": "hello"}
 BAD = st.sampled_from([None, True, 1, 1.5, -1, "x", [], [1], ["x"], {}, float("nan"), 10**400, 2**63])
 
 
-def parse(tmp_path_factory, line: str, sampling: SamplingParams) -> SamplingParams:
+def parse(tmp_path_factory, line: str, **flags: object) -> SamplingParams:
     file = tmp_path_factory.getbasetemp() / "line.jsonl"
     file.write_text(line + "\n")
-    (request,) = read_prompts(None, file, sampling)
-    return request.sampling
+    (request,) = read_prompts(None, file, flags)
+    return request.sampling({})
 
 
 @st.composite
@@ -55,7 +55,7 @@ def settings_of_lines(draw) -> dict[str, object]:
 @pytest.mark.long
 @given(settings=settings_of_lines(), flags=settings_of_lines())
 def test_a_line_overrides_the_flags_by_the_names_of_sampling_params(tmp_path_factory, settings, flags):
-    found = parse(tmp_path_factory, json.dumps(HELLO | settings), SamplingParams(**flags))
+    found = parse(tmp_path_factory, json.dumps(HELLO | settings), **flags)
     assert found == SamplingParams(**{**flags, **settings})
 
 
@@ -63,10 +63,10 @@ def test_a_line_overrides_the_flags_by_the_names_of_sampling_params(tmp_path_fac
 def test_a_value_is_taken_as_it_is_or_refused_with_file_line_and_key(tmp_path_factory, key, value):
     line = json.dumps(HELLO | {key: value})
     if _is_accepted(key, value):
-        assert getattr(parse(tmp_path_factory, line, SamplingParams()), key) == value
+        assert getattr(parse(tmp_path_factory, line), key) == value
     else:
         with pytest.raises(MLAError) as raised:
-            parse(tmp_path_factory, line, SamplingParams())
+            parse(tmp_path_factory, line)
         assert raised.value.name.endswith(f"line.jsonl, line 1: {key}")
 
 
@@ -86,13 +86,13 @@ def test_a_key_that_comes_twice_is_named(tmp_path_factory, line, data):
     key = data.draw(st.sampled_from(sorted(line)))
     text = json.dumps(line)[:-1] + f', "{key}": 1}}'
     with pytest.raises(MLAError, match=f'line 1: "{key}": expected a single occurrence'):
-        parse(tmp_path_factory, text, SamplingParams())
+        parse(tmp_path_factory, text)
 
 
 @given(key=st.text().filter(lambda key: key not in _SETTINGS and not key.startswith("prompt")))
 def test_an_unknown_key_is_named(tmp_path_factory, key):
     with pytest.raises(MLAError, match="expected one of prompt, prompt_token_ids, temperature") as raised:
-        parse(tmp_path_factory, json.dumps(HELLO | {key: 1}), SamplingParams())
+        parse(tmp_path_factory, json.dumps(HELLO | {key: 1}))
     assert raised.value.name.startswith(f"{tmp_path_factory.getbasetemp() / 'line.jsonl'}, line 1: ")
 
 
@@ -158,9 +158,9 @@ def test_blank_lines_are_skipped_and_each_other_line_keeps_its_number(tmp_path_f
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbers:
         with pytest.raises(MLAError, match=r"--input .*at least one prompt"):
-            read_prompts(None, file, SamplingParams())
+            read_prompts(None, file, {})
         return
-    found = read_prompts(None, file, SamplingParams())
+    found = read_prompts(None, file, {})
     assert [each.line for each in found] == numbers
     assert [each.name for each in found] == [f"{file}, line {number}" for number in numbers]
     bad = data.draw(st.sampled_from(numbers))
@@ -169,7 +169,7 @@ def test_blank_lines_are_skipped_and_each_other_line_keeps_its_number(tmp_path_f
     )
     file.write_bytes(("\n".join(lines) + last).encode())
     with pytest.raises(MLAError, match=rf"lines.jsonl, line {bad}\b"):
-        read_prompts(None, file, SamplingParams())
+        read_prompts(None, file, {})
 
 
 def test_an_output_line_has_the_number_of_its_input_line(generate, tmp_path):

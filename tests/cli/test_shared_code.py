@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import Engine, backend
+from mla_compile import Engine, SamplingParams, backend
 
 Key = tuple[str, str, str]
 
@@ -48,7 +48,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.long
 def test_every_caller_gets_the_same_graph(run, long, compiled, tmp_path, monkeypatch):
-    for module in ("mla_compile.engine_settings", "mla_compile.cli.demo"):
+    for module in ("mla_compile.defaults", "mla_compile.cli.demo"):
         monkeypatch.setattr(f"{module}.DEFAULT_DRAFTS", 1)  # a graph of three takes twice as long to trace
     assert run("demo", "--model", long, "--max-new-tokens", 4).exit_code == 0
     plain, drafting = list(compiled)  # the demo compiles both
@@ -66,7 +66,8 @@ def test_every_caller_gets_the_same_graph(run, long, compiled, tmp_path, monkeyp
     short = ("generate", "--model", long, "--max-new-tokens", 6)
     assert asked(lambda: run(*short, "--input", file)) == {drafting}
     assert asked(lambda: mla_compile.generate(["to be"] * 3, model=long, max_new_tokens=100)) == {drafting}
-    assert asked(lambda: Engine(model, num_speculative_tokens=1).warm_up()) == {drafting}
-    assert asked(lambda: Engine(model).warm_up()) == {plain}
+    assert asked(lambda: Engine(model).warm_up(sampling=SamplingParams())) == {drafting}
+    plainly = Engine(model, num_speculative_tokens=0)
+    assert asked(lambda: plainly.warm_up(sampling=SamplingParams())) == {plain}
     sampled = asked(lambda: run(*short, "--prompt", "to be", "--temperature", 1))
     assert len(sampled) == 1 and sampled != {drafting}

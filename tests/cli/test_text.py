@@ -81,7 +81,7 @@ def test_an_end_outside_of_the_vocabulary_is_left_out_and_named(copy, caplog, fi
     (copy / file).write_text(json.dumps(content | {"eos_token_id": [257, 3, 100_001]}))
     if file == "config.json":
         (copy / "generation_config.json").unlink()
-    assert Checkpoint.load(copy).stop_ids == [3]
+    assert Checkpoint.load(copy).model.stop_ids == [3]
     assert "eos_token_id [257, 100001] is outside of the vocabulary of 257" in caplog.text
 
 
@@ -111,13 +111,15 @@ def test_a_streamed_character_is_not_cut_in_half(loaded):
     assert pieces == ["n", "a", "", "ï", "v", "e"]
 
 
-def test_similar_prompts_get_engines_of_the_same_size(loaded):
+def test_similar_prompts_get_engines_of_the_same_size(loaded, monkeypatch):
     def size(num_prompts, length, max_new_tokens):
         prompts = [[1] * length] * num_prompts
         engine = fitting_engine(loaded, prompts, max_new_tokens=max_new_tokens, compile=False)
         return engine.config.max_rows, engine.config.max_model_len, engine.config.num_pages
 
-    loaded.model.config.max_position_embeddings = 16384
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 16384)
+    assert size(1, 5, 20) == (1, 16384, 8193)
+    monkeypatch.setattr("mla_compile.engine.config.bytes_left", lambda model: 0)
     assert size(1, 5, 20) == size(1, 300, 200) == (1, 2048, 1025)
     assert size(3, 5, 20) == size(4, 5, 300) == (4, 2048, 1025)
     assert size(50, 600, 20) == (8, 2048, 1025)

@@ -101,7 +101,8 @@ def text(prompt: list[int], params: SamplingParams, ends: list[int]) -> Completi
     """The model's tokens alone, one per step, up to any of `ends`."""
     key = repr((prompt, params, ends))
     if key not in _TEXTS:
-        alone = Engine(model(), max_rows=1, max_model_len=len(prompt) + 40, compile=False)
+        room = len(prompt) + 40
+        alone = Engine(model(), num_speculative_tokens=0, max_rows=1, max_model_len=room, compile=False)
         (_TEXTS[key],) = alone.generate([prompt], params, max_new_tokens=40, stop_ids=ends)
     return _TEXTS[key]
 

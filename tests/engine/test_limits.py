@@ -31,7 +31,8 @@ def served(draw: random.Random) -> tuple[Any, int, int]:
 def test_the_length_and_the_ids_of_requests_are_those_of_the_model(seed: int) -> None:
     draw = random.Random(seed)
     model, positions, vocab_size = served(draw)
-    assert EngineConfig(compile=False).fitted_to(model).max_model_len == min(2048, positions)
+    assert EngineConfig(compile=False).fitted_to(model).max_model_len == positions
+    assert EngineConfig(compile=False).fitted_to(model, left=0).max_model_len == min(2048, positions)
     asked = draw.choice([2, positions - 1, positions, positions + 1, draw.randrange(2, 5000)])
     config = EngineConfig(compile=False, max_model_len=asked, max_rows=1)
     if asked > positions:

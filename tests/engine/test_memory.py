@@ -43,7 +43,7 @@ def test_weights_and_cache_of_a_loaded_model_are_as_planned(
     plan = plan_memory(sketch, config)
     assert plan.weights == sum(storages.values())
     engine = Engine(model, config)
-    assert (plan.num_pages, plan.page_size) == (engine.config.num_pages, 4)
+    assert (plan.config.num_pages, plan.config.page_size) == (engine.config.num_pages, 4)
     assert plan.cache == sum(cache.nbytes for cache in caches_of(model))
     engine.generate([[1, 2, 3]], max_new_tokens=2)
     assert plan.weights + plan.cache == sum(x.untyped_storage().nbytes() for x in _whole(model))
@@ -88,7 +88,8 @@ def test_what_is_divided_adds_up_to_what_one_gpu_would_hold(
     (tmp_path / "config.json").write_text(getattr(published, name))
     model = meta_model(tmp_path, dtype=torch.bfloat16)
     one, *others = (
-        plan_memory(model, EngineConfig(), size, expert_parallel=expert_parallel) for size in (1, 2, 4)
+        plan_memory(model, EngineConfig(num_speculative_tokens=0), size, expert_parallel=expert_parallel)
+        for size in (1, 2, 4)
     )
     drafting = plan_memory(model, EngineConfig(num_speculative_tokens=1))
     for plan in others:
@@ -97,7 +98,7 @@ def test_what_is_divided_adds_up_to_what_one_gpu_would_hold(
         assert plan.cache == one.cache, "every GPU has all latents"
     assert one.alike < 0.06 * one.weights
     for plan, layers in ((one, model.arch.num_layers), (drafting, model.arch.num_layers + 1)):
-        assert plan.cache == plan.num_pages * plan.page_size * layers * (512 + 64) * 2
+        assert plan.cache == plan.config.num_pages * plan.config.page_size * layers * (512 + 64) * 2
 
 
 def test_the_pages_that_fit_are_the_most_that_do(tmp_path: Path) -> None:
@@ -116,7 +117,10 @@ def test_the_pages_that_fit_are_the_most_that_do(tmp_path: Path) -> None:
 def test_graphs_are_counted_as_their_budget_and_steps_by_their_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(published.GLM_4_7_FLASH)
     model = meta_model(tmp_path, dtype=torch.bfloat16)
-    plain, bounded = (plan_memory(model, EngineConfig(capture_budget=n)) for n in (None, 2**30))
+    plain, bounded, long = (
+        plan_memory(model, EngineConfig(num_speculative_tokens=0, **given))
+        for given in ({}, {"capture_budget": 2**30}, {"max_tokens_per_step": 8192})
+    )
     assert (plain.graphs, bounded.graphs) == (0, 2**30)
     assert bounded.total - plain.total == 2**30
-    assert plan_memory(model, EngineConfig(max_tokens_per_step=8192)).steps > 1.5 * plain.steps
+    assert long.steps > 1.5 * plain.steps

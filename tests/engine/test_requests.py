@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -365,7 +366,7 @@ def test_a_bad_request_is_refused_alone_by_name(bad: object, message: str, under
 
 
 def test_a_request_has_at_most_64_stop_ids() -> None:
-    intake = Intake(1000, 64, None)
+    intake = Intake(SimpleNamespace(vocab_size=1000), 64, None)
     params = SamplingParams(stop_token_ids=range(100, 120))
     assert len(intake.request([1], params, 8, range(44), None).stop_ids) == MAX_STOP_IDS
     with pytest.raises(MLAError, match=r"^stop_token_ids: expected at most 64 ids, .* included, got 65"):

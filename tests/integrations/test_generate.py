@@ -522,7 +522,7 @@ def test_an_end_that_no_token_is_ends_nothing(model: Any) -> None:
 
 def test_no_memory_for_more_room_is_no_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(model)
-    accelerate(model, compile=False)
+    accelerate(model, compile=False, max_rows=1)
     no_room = lambda *_: (_ for _ in ()).throw(MemoryError)  # noqa: E731
     with monkeypatch.context() as patched:
         patched.setattr(type(model.mla.target), "prepare", no_room)

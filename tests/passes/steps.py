@@ -48,6 +48,8 @@ def check_greedy_tokens(model: nn.Module, *, batch_invariant: bool = False) -> N
         engine.step()
     while engine.has_work():
         engine.step()
-    plain = Engine(model, compile=False, **settings).generate(prompts, max_new_tokens=12)
+    plain = Engine(model, num_speculative_tokens=0, compile=False, **settings).generate(
+        prompts, max_new_tokens=12
+    )
     assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain]
     assert engine.stats.num_mixed_steps

@@ -455,7 +455,7 @@ def test_captured_steps_on_a_gpu_are_fused_and_give_the_tokens_of_plain_decoding
     torch._dynamo.utils.counters.clear()
     prompts, settings = [[1, 2, 3], [4, 5]], {"max_rows": 2, "max_model_len": 64, "page_size": 4}
     engine = Engine(tiny_model(torch.float32).cuda(), num_speculative_tokens=2, **settings)
-    plain = Engine(tiny_model(torch.float32).cuda(), compile=False, **settings)
+    plain = Engine(tiny_model(torch.float32).cuda(), num_speculative_tokens=0, compile=False, **settings)
     captured, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
     assert [c.token_ids for c in captured] == [c.token_ids for c in expected]
     messages = logged("fuse_norm_rope_append")

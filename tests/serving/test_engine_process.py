@@ -22,6 +22,7 @@ from mla_compile.serving.messages import Add, Asked, GrammarSource, Progress, Up
 from tests.engine.engines import engine
 from tests.engine.test_grammar import EOS, REGEX, SMALL
 from tests.engine.test_isolation import NONSENSE, Fault
+from tests.models_for_tests import one_layer_model
 
 NUM_CASES = int(os.environ.get("MLA_FAULTS", "24"))
 NO_TEXTS = [each for each in NONSENSE if not isinstance(each, str | None)]
@@ -31,9 +32,11 @@ class ServedInThread:
     """`run` with an engine of a small model, and the server's end of its connection. fault: of one of its calls."""
 
     def __init__(self, fault: Fault, patched: pytest.MonkeyPatch) -> None:
-        self.engine = engine(2, tokenizer=SMALL)
+        model = one_layer_model()
+        model.stop_ids = [EOS]
+        self.engine = engine(2, model, tokenizer=SMALL)
         self.connection, theirs = Pipe()
-        served = _Served(self.engine, SMALL, [EOS])
+        served = _Served(self.engine, SMALL)
         # Faults are set in the calls themselves: nothing public makes them fail.
         thread, add = served._grammars._thread, self.engine.add
         fields, compiled, submit = engine_process._fields_of_update, engine_process.compiled, thread.submit

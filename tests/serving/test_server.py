@@ -48,7 +48,13 @@ def client(url: str) -> OpenAI:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(load_model(SHIPPED_MODEL), max_model_len=512, compile=False, tokenizer=TOKENIZER)
+    return Engine(
+        load_model(SHIPPED_MODEL),
+        num_speculative_tokens=0,
+        max_model_len=512,
+        compile=False,
+        tokenizer=TOKENIZER,
+    )
 
 
 def expected(engine: Engine, params: SamplingParams, prompts: list[str] | None = None) -> list[Completion]:

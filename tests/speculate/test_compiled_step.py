@@ -23,7 +23,7 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 8, "max_model_len": 64, "page_size": 4}
     engine = Engine(one_layer_model(torch.float32), num_speculative_tokens=k, compile=True, **settings)
-    plain = Engine(one_layer_model(torch.float32), compile=False, **settings)
+    plain = Engine(one_layer_model(torch.float32), num_speculative_tokens=0, compile=False, **settings)
     for rows in (2, 1, 4, 8, 3):
         prompts = [list(range(1, 2 + row)) for row in range(rows)]
         compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))

@@ -15,7 +15,7 @@ from mla_compile.defaults import DEFAULT_MAX_TOKENS, SHIPPED_MODEL
 from mla_compile.engine import Checkpoint, Completion, Engine
 from mla_compile.engine.config import check_positive, config_of
 from mla_compile.engine.intake import checked_sampling
-from mla_compile.engine_settings import EngineSettings, with_drafts
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
@@ -69,7 +69,7 @@ class EngineActor:
         model: str | Path = SHIPPED_MODEL,
         *,
         tokenizer: str | Path | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         device: str | None = None,
         quantize: Literal["fp8"] | None = None,
         dequantize: bool = False,
@@ -81,23 +81,25 @@ class EngineActor:
 
         Args:
             model, tokenizer: as for `generate`.
-            dtype: of weights and caches, torch's name. device: by default the actor's first GPU, else the CPU.
+            dtype: of weights and caches, torch's name; by default bfloat16 on a GPU, else float32. device: by default
+                the actor's first GPU, else the CPU.
             quantize, dequantize: as for `load_model`.
-            sampling: for records without their own settings; greedy by default.
+            sampling: for records without their own settings; by default what the checkpoint's `generation_config.json`
+                says, else greedy.
             max_new_tokens: limit for records without `max_tokens`.
-            settings: of `EngineConfig`. `num_speculative_tokens` is 3 by default if the checkpoint has an MTP layer or
-                `drafter` is given; `max_model_len` is at most the model's `max_position_embeddings`.
+            settings: of `EngineConfig`; `max_model_len` is at most the model's `max_position_embeddings`.
 
         Raises:
             MLAError: a bad argument or checkpoint.
         """
-        self._sampling = checked_sampling("sampling", SamplingParams() if sampling is None else sampling)
+        if sampling is not None:
+            checked_sampling("sampling", sampling)
         check_positive("max_new_tokens", max_new_tokens)
         self._max_new_tokens = max_new_tokens
         config_of(None, settings)  # checks settings before the checkpoint is read
         self._checkpoint = Checkpoint.load(
             model,
-            dtype=_dtype(dtype),
+            dtype=None if dtype is None else _dtype(dtype),
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
             mtp=loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter")),
             quantize=quantize,
@@ -106,7 +108,7 @@ class EngineActor:
             text=False,
         )
         served = self._checkpoint.model
-        settings = with_drafts(settings, has_mtp=served.has_mtp)
+        self._sampling = sampling or SamplingParams(**served.default_sampling)
         if (longest := settings.get("max_model_len")) is not None:
             settings["max_model_len"] = min(longest, served.max_position_embeddings)
         self._engine = Engine(served, tokenizer=self._checkpoint.tokenizer, **settings)
@@ -147,9 +149,7 @@ class EngineActor:
             return [Completion(finish_reason="error", error=str(error))]
 
     def _add(self, prompt: list[int], params: SamplingParams) -> Completion:
-        stop_ids = self._checkpoint.stop_ids
-        request = self._engine.add(prompt, params, max_new_tokens=self._max_new_tokens, stop_ids=stop_ids)
-        return request.completion
+        return self._engine.add(prompt, params, max_new_tokens=self._max_new_tokens).completion
 
     def _encode(self, prompts: dict[str, Any]) -> list[int]:
         if len(prompts) != 1:

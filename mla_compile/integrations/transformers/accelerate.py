@@ -7,13 +7,13 @@ from typing import TypeVar, Unpack
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_compile.engine.config import config_of, max_model_len_of
+from mla_compile.engine.config import config_of
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
-from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.integrations.transformers.target import TransformersTarget, check_model
 from mla_compile.models.layout import pack_adjacent, unpack_adjacent
 from mla_compile.speculate.drafter import known_drafter
 
@@ -39,12 +39,12 @@ def accelerate(
         model: a transformers model with MLA attention in every layer, on one device, in evaluation mode.
         mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
             checkpoint that the model came from.
-        settings: of `EngineConfig`, except `prefix_caching` and `num_pages`. `max_rows` (1) and `max_model_len` are the
-            initial room: rows, and tokens of one, prompt included. A larger call makes more room and recompiles: set
-            them if known. `max_model_len` is 512 by default, or fewer if the model has fewer positions, which are a
-            limit for calls too. `page_size` is 64 by default. `generate(use_mtp=False)` runs without drafts. Without
-            `drafter`, the MTP layer drafts if `mtp` is given or the checkpoint has one, else n-gram lookup in the
-            sequence's own text; a warning is logged if the config names a layer that is missing.
+        settings: of `EngineConfig`, with its defaults, except `prefix_caching` and `num_pages`. `max_rows` and
+            `max_model_len` are the initial room: rows, and tokens of one, prompt included. A larger call makes more
+            room and recompiles, up to the model's positions. `generate(use_mtp=False)` runs without drafts. Without
+            `drafter`, the MTP layer drafts if `mtp` is given or the checkpoint has one, else, if
+            `num_speculative_tokens` is given, n-gram lookup in the sequence's own text; a warning is logged if the
+            config names a layer that is missing.
 
     Raises:
         MLAError: a bad argument; the model is unchanged.
@@ -52,13 +52,14 @@ def accelerate(
     for name in ("prefix_caching", "num_pages"):  # weights may change between calls, and calls make room
         if name in settings:
             raise MLAError(name, "no value, as an accelerated model chooses it", settings[name], "remove it")
-    own_settings: EngineSettings = {"max_rows": 1, "page_size": 64, "prefix_caching": False}
+    own_settings: EngineSettings = {"prefix_caching": False}
     config = config_of(None, {**own_settings, **settings})
     kind = known_drafter(config.drafter)
-    reads_mtp = config.num_speculative_tokens > 0 and (kind is None or kind.needs_mtp)
+    reads_mtp = config.num_speculative_tokens != 0 and (kind is None or kind.needs_mtp)
     if mtp is not None and not reads_mtp:
         expected = "None, as num_speculative_tokens is 0 or the drafter uses no MTP layer"
         raise MLAError("mtp", expected, type(mtp).__name__)
+    check_model(model)
     layer = None
     if reads_mtp:
         try:
@@ -66,10 +67,12 @@ def accelerate(
         except MissingMtpLayer as error:
             if kind is not None:
                 raise
-            log.warning("n-gram lookup drafts, as the MTP layer is missing: %s", error)
+            instead = "nothing" if config.num_speculative_tokens is None else "n-gram lookup"
+            log.warning("%s drafts, as the MTP layer is missing: %s", instead, error)
     target = TransformersTarget(model, layer)
-    room = max_model_len_of(config.max_model_len, target.max_position_embeddings, default=512)
-    accelerated = Accelerated(target, replace(config, max_model_len=room))
+    fitted = config.fitted_to(target)
+    drafts, room = fitted.num_speculative_tokens, fitted.max_model_len
+    accelerated = Accelerated(target, replace(config, num_speculative_tokens=drafts, max_model_len=room))
     earlier = _take_off(model)
     if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
         unpack_adjacent(earlier.target)  # also an MTP layer that is no longer used

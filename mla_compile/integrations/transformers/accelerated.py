@@ -20,7 +20,7 @@ class Accelerated:
     own_class: type[PreTrainedModel]
 
     def __init__(self, target: TransformersTarget, config: EngineConfig) -> None:
-        """config: of the first engine."""
+        """config: of the first engine, with a number of drafts and a `max_model_len`."""
         self.target = target
         self.completions: list[Completion] = []
         self._drafts = config.num_speculative_tokens

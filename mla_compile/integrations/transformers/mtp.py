@@ -23,7 +23,7 @@ from mla_compile.speculate.drafter import ANY_MODEL
 
 
 class MissingMtpLayer(MLAError):
-    """A model's config names an MTP layer whose weights cannot be found."""
+    """A model's config names an MTP layer whose weights cannot be found, or several layers."""
 
 
 class LongcatMtpLayer(nn.Module):
@@ -125,8 +125,8 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
     Returns None if the model's config names none.
 
     Raises:
-        MissingMtpLayer: the config names one that cannot be found.
-        MLAError: the config names several, or `mtp` is neither.
+        MissingMtpLayer: the config names one that cannot be found, or several.
+        MLAError: `mtp` is neither, or has several layers.
     """
     if mtp is None:
         if _num_mtp_layers(model) == 0:
@@ -159,9 +159,8 @@ def _load(model: PreTrainedModel) -> nn.Module:
         return LongcatMtpLayer.from_pretrained(model)
     count = _num_mtp_layers(model)
     if count != 1:
-        raise MLAError(
-            "drafter", f"{ANY_MODEL!r} for a model with several MTP layers", f"'mtp', and {count} layers"
-        )
+        expected = f"{ANY_MODEL!r} for a model with several MTP layers"
+        raise MissingMtpLayer("drafter", expected, f"'mtp', and {count} layers")
     directory = _directory(model)
     SafetensorFiles(directory)  # rejects files outside of it, which transformers would read
     try:
