@@ -34,8 +34,9 @@ class Started:
 
     def __init__(self, k: int = 3, dtype: torch.dtype = torch.float64, max_new_tokens: int = 15) -> None:
         self.engine = small_engine(k, dtype)
-        step, self.state = start(self.engine, PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
-        self.decoder: SpeculativeDecoder = step.__self__
+        _, self.state = start(self.engine, PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
+        # Private: a fault is added to what the engine runs, which no public call returns.
+        self.decoder: SpeculativeDecoder = self.engine._launcher.steps._decoders[False]
         self.caches = caches_of(self.engine.model)
 
     def message(self, fault: Callable[["Started"], None], steps: int = 2) -> str:
