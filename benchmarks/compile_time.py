@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from torch._dynamo.utils import compilation_time_metrics, counters
 
-    from mla_compile import Engine, load_model
+    from mla_compile import Engine, SamplingParams, load_model
     from mla_compile.defaults import SHIPPED_MODEL
     from mla_compile.passes import pipeline
 
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         stack.enter_context(patch.object(pipeline, "steps", timed_steps))
         before, started = _cpu_seconds(), time.perf_counter()
-        engine.warm_up(prompts=args.prompts)
+        engine.warm_up(sampling=None if args.prompts else SamplingParams(), prompts=args.prompts)
         wall = time.perf_counter() - started
     seconds = {name: sum(times) for name, times in compilation_time_metrics.items()}
     return {

@@ -138,7 +138,7 @@ def warm_up(target: TransformersTarget, k: int) -> tuple[Engine, dict[str, Any]]
         page_size=64,
     )
     started = time.perf_counter()
-    report = engine.warm_up()
+    report = engine.warm_up(sampling=SamplingParams())
     seconds = time.perf_counter() - started
     return engine, {
         "seconds": round(seconds, 1),

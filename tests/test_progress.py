@@ -58,7 +58,9 @@ def test_a_compile_is_announced_once(impatient, caplog, monkeypatch):
         engine.generate([[1, 2, 3]] * 3, max_new_tokens=5)
     lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.progress"]
     assert len(lines) == 2 and all(re.match(r"compiling .*\b1\b.*\.\.\.$", line) for line in lines)
-    assert "verify" in lines[0] and "advance, greedy" in lines[1]
+    assert "advance, greedy" in lines[0] and "verify" in lines[1], (
+        "the first step has prompts, and runs them eagerly"
+    )
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])

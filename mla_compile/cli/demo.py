@@ -47,7 +47,7 @@ def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
         )
         if compiled:
             start = time.perf_counter()
-            engine.warm_up(prompts=False)  # they run one at a time
+            engine.warm_up(sampling=SamplingParams(), prompts=False)  # they run one at a time
             typer.echo(f"time to compile: {time.perf_counter() - start:.1f} s")
         runs.append(_run(engine, checkpoint, prompts, max_new_tokens))
     same = all(run == runs[0] for run in runs)
