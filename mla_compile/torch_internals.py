@@ -249,12 +249,13 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
 def eager_until_compiled(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Run what `torch.compile` returned: by its compiled code once another thread has compiled it, else eagerly.
 
-    It also runs eagerly while another thread traces, which torch regards as a nested trace.
+    It also runs eagerly while another thread traces, which torch regards as a nested trace. Compiled code depends on
+    whether gradients are on: they are off.
     """
     run = torch._dynamo.run(compiled)
 
     def call(*args: Any) -> Any:
-        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
             return run(*args)
 
     return call

@@ -144,7 +144,7 @@ class Launcher:
                     if parts:
                         self._run_parts(sampled, state)
             if steps.compiles_in_background:
-                steps.compile_parts(sampled)
+                steps.compile_parts(sampled, inference=torch.is_inference_mode_enabled())
             if prompts and steps.compiles_prompts:
                 # Any size serves here: each is captured on first use.
                 state = steps.state_for(1, sampled=sampled)

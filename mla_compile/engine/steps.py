@@ -148,12 +148,16 @@ class Steps:
         self._num_steps[sampled] += 1
         if self.compiles_in_background and self._num_steps[sampled] == EAGER_STEPS:
             what = f"compiling the {_kind(sampled)} step"
-            self._threads.append(run_in_background(what, partial(self.compile_parts, sampled)))
+            job = partial(self.compile_parts, sampled, inference=torch.is_inference_mode_enabled())
+            self._threads.append(run_in_background(what, job))
 
-    def compile_parts(self, sampled: bool) -> None:
-        """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache."""
+    def compile_parts(self, sampled: bool, *, inference: bool) -> None:
+        """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache.
+
+        inference: whether steps run in inference mode, on which compiled code depends.
+        """
         state = self._allocate(2, sampled)
-        with torch.inference_mode(False):
+        with torch.inference_mode(inference), torch.no_grad():
             logits, output = self._compiled[VERIFY](state.without_counts)
             targets = self._decoders[sampled].choose_targets(state, logits)
             given = targets, output.map(torch.clone), torch.zeros_like(state.active)

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -45,10 +47,23 @@ def texts(of: Engine, sampling: SamplingParams | None = None) -> list[list[int]]
 
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering")
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,  # of transformers' `generate`
+        pytest.param(torch.enable_grad, marks=pytest.mark.slow),
+        pytest.param(torch.inference_mode, marks=pytest.mark.slow),
+    ],
+)
 def test_steps_run_eagerly_while_a_thread_compiles_them_and_compiled_afterwards(
-    eager_calls: list[str],
+    mode: Callable[[], AbstractContextManager[None]], eager_calls: list[str]
 ) -> None:
     """With the tokens of eager steps before, meanwhile and afterwards."""
+    with mode():
+        check_change_over(eager_calls)
+
+
+def check_change_over(eager_calls: list[str]) -> None:
     model = one_layer_model(torch.float32)
     expected = {params: texts(engine(0, model), params) for params in (None, SAMPLING)}
     mine = engine(2, model, compile=None)
