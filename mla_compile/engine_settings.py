@@ -199,7 +199,7 @@ class EngineFields:
         None,
         "generate serve",
         "Compile the steps.",
-        show_default="in float32 on a CPU beside the steps, else before they run",
+        show_default="before they run; in float32 on a CPU while they run eagerly",
     )
     mode: str | None = setting(
         "reduce-overhead", "serve", "The mode of torch.compile.", kind=str, metavar="NAME"

@@ -51,7 +51,7 @@ def _defaults(device: torch.device) -> dict[str, str]:
     """What runs a model on this device unless a flag says otherwise."""
     is_gpu = device.type == "cuda"
     why_eager = None if is_gpu else cannot_compile()
-    compiled = "compiled before they run" if is_gpu else "eager until compiled, beside them"
+    compiled = "compiled before they run" if is_gpu else "eager until a thread has compiled them"
     call = Call(*describe_device(device), captured=is_gpu)
     backends = [each for each in DECODE_BACKENDS if not each.batch_invariant and each.why_not(call) is None]
     return {
