@@ -58,7 +58,7 @@ def complete(
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
     # Steps of other requests than the first, and those with grammars, are compiled on first use.
-    if grammar is None and settings["compile"] is not False and not engine.compiles_in_background:
+    if grammar is None and engine.compiles_first:
         waits = len(prompts) > engine.config.max_rows  # else all prompts start together
         engine.warm_up(sampling=sampling[0], prompts=waits)
     updates = engine.stream(prompts, sampling, max_new_tokens=max_new_tokens, grammars=rules)

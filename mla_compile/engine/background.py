@@ -21,7 +21,7 @@ PATIENCE = 3.0
 _RUNS = threading.Lock()
 
 
-def run_in_background(what: str, job: Callable[[], None]) -> threading.Thread:
+def run_in_background(what: str, job: Callable[[], None]) -> None:
     """Run a job in a thread, after those before it. The end of the program stops it.
 
     what: its name in the warning if it fails.
@@ -34,7 +34,6 @@ def run_in_background(what: str, job: Callable[[], None]) -> threading.Thread:
     # Before any handler of `atexit`: they end what the job uses.
     threading._register_atexit(_stop, thread)  # type: ignore[attr-defined]
     thread.start()
-    return thread
 
 
 def _run(what: str, job: Callable[[], None]) -> None:

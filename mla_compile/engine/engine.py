@@ -360,9 +360,9 @@ class Engine:
             return self.capture_report()
 
     @property
-    def compiles_in_background(self) -> bool:
-        """Whether steps run eagerly until a thread has compiled them; see `EngineConfig.compile`."""
-        return self._launcher.steps.compiles_in_background
+    def compiles_first(self) -> bool:
+        """Whether steps are compiled before they run, so that `warm_up` saves requests a wait; see `EngineConfig`."""
+        return self.config.compile is not False and not self._launcher.steps.compiles_in_background
 
     def capture_report(self) -> CaptureReport:
         """The buckets compiled and captured so far, with their time and memory, and why others were not."""

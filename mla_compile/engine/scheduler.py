@@ -10,8 +10,8 @@ Pure bookkeeping: no clock, no device, and the same calls give the same plans. T
             scheduler.update(the oldest plan that has not been reported, its reports)
 
 Steps run in the order of their plans, so each step finds in a page what the step before left there: pages are handed on
-while a launched step still uses them. Of unreported steps only bounds are known. A row that has ended or
-was aborted may be in one of them: its late reports are dropped.
+while a launched step still uses them. The scheduler knows only bounds of unreported steps. A row that has ended or was
+aborted may be in one of them: its late reports are dropped.
 """
 
 import itertools

@@ -1,6 +1,5 @@
 """The calls of a step and the states that they run on: compiled on first use, and captured if possible."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -66,7 +65,6 @@ class Steps:
         why_not = _why_not_captured(config, model.device)
         self._is_captured = why_not is None
         self.compiles_in_background = _compiles_in_background(model, config, ranks)
-        self._threads: list[threading.Thread] = []
         self._num_steps = Counter[bool]()
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
@@ -139,17 +137,14 @@ class Steps:
         sampled: bool,
     ) -> None:
         """See `SpeculativeDecoder.advance`."""
-        output = output.map(torch.clone)
         begins = torch.zeros_like(state.active) if packed is None else packed.begins
-        for given in (targets, output.hidden, *output.aux, begins):
-            mark_varying(given)
-        name = f"advance, {_kind(sampled)}"
-        self._call(name, self._decoders[sampled].advance)(state, targets, output, begins)
+        call = self._call(f"advance, {_kind(sampled)}", self._decoders[sampled].advance)
+        call(state, *_for_advance(targets, output, begins))
         self._num_steps[sampled] += 1
         if self.compiles_in_background and self._num_steps[sampled] == EAGER_STEPS:
             what = f"compiling the {_kind(sampled)} step"
             job = partial(self.compile_parts, sampled, inference=torch.is_inference_mode_enabled())
-            self._threads.append(run_in_background(what, job))
+            run_in_background(what, job)
 
     def compile_parts(self, sampled: bool, *, inference: bool) -> None:
         """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache.
@@ -160,9 +155,7 @@ class Steps:
         with torch.inference_mode(inference), torch.no_grad():
             logits, output = self._compiled[VERIFY](state.without_counts)
             targets = self._decoders[sampled].choose_targets(state, logits)
-            given = targets, output.map(torch.clone), torch.zeros_like(state.active)
-            for tensor in (targets, given[1].hidden, *given[1].aux, given[2]):
-                mark_varying(tensor)
+            given = _for_advance(targets, output, torch.zeros_like(state.active))
             self._compiled[f"advance, {_kind(sampled)}"](state, *given)
 
     def _call(
@@ -204,6 +197,16 @@ class Steps:
             history_len=config.pages_per_row * config.page_size if has_history else None,
             device=self._model.device,
         )
+
+
+def _for_advance(
+    targets: Tensor, output: ForwardOutput, begins: Tensor
+) -> tuple[Tensor, ForwardOutput, Tensor]:
+    """The arguments of a compiled `advance` besides the state; the output as a copy, which a replay may overwrite."""
+    output = output.map(torch.clone)
+    for given in (targets, output.hidden, *output.aux, begins):
+        mark_varying(given)
+    return targets, output, begins
 
 
 def _kind(sampled: bool) -> str:

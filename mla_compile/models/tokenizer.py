@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_compile.errors import MLAError, first_line, is_request_error
 from mla_compile.hub import find_checkpoint
-from mla_compile.models.files import plain_file, read_object, read_text
+from mla_compile.models.files import MAX_CONFIG, plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
 from mla_compile.progress import announce_if_slow
 
@@ -26,7 +26,6 @@ _OTHER_FORMATS = (
     "vocab.txt",
     "spiece.model",
 )
-_MAX_CONFIG = 2**24  # bytes
 _MAX_TOKENIZER = 2**28  # bytes
 _HINT = "pass a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or prompts as token ids"
 
@@ -103,7 +102,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     directory = find_checkpoint(path)
     if not directory.is_dir():
         raise MLAError(str(directory), "a directory in Hugging Face format", "no such directory")
-    config = read_object(directory, _CONFIG, most=_MAX_CONFIG) or {}
+    config = read_object(directory, _CONFIG, most=MAX_CONFIG) or {}
     if config.get("auto_map"):
         code = f"{config['auto_map']!r:.80}, which is never run"
         raise MLAError(f"{directory / _CONFIG}: auto_map", "a tokenizer that is not code", code, _HINT)
@@ -122,17 +121,17 @@ def _files(config: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]
         for name, value in config.items()
         if value is not None or name.endswith(("_token", "_tokens"))  # tokens are numbered by their order
     }
-    template = read_text(directory, "chat_template.jinja", most=_MAX_CONFIG)
+    template = read_text(directory, "chat_template.jinja", most=MAX_CONFIG)
     if template is not None:
         config["chat_template"] = template
     config = _known(config, _SETTINGS, directory / _CONFIG)
     files = {_CONFIG: {name: _typed(name, value) for name, value in config.items()}}
-    special = read_object(directory, _SPECIAL, most=_MAX_CONFIG)
+    special = read_object(directory, _SPECIAL, most=MAX_CONFIG)
     if special is not None:
         files[_SPECIAL] = special = _known(special, _SPECIAL_TOKENS, directory / _SPECIAL)
         for name in special.keys() & {"additional_special_tokens"}:  # transformers converts the others
             special[name] = _typed(name, special[name])
-    added = read_object(directory, _ADDED, most=_MAX_CONFIG)
+    added = read_object(directory, _ADDED, most=MAX_CONFIG)
     if added is not None:
         check_settings(added, dict.fromkeys(added, _ID), f"{directory / _ADDED}: ")
         files[_ADDED] = added

@@ -12,12 +12,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mla_compile.errors import MLAError
+from mla_compile.models.files import MAX_CONFIG
 from mla_compile.serving.failures import BadRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_BYTES = 2**24  # as for a checkpoint's own
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates, GLM's and DeepSeek's, that turn reasoning on and off."""
 _FUNCTIONS = {"raise_exception", "strftime_now"}  # of transformers; jinja2 has its own
@@ -45,7 +45,7 @@ def read_chat_template(file: Path) -> str:
     name = "chat_template"
     try:
         with file.open("rb") as opened:
-            content = opened.read(_MAX_BYTES + 1)
+            content = opened.read(MAX_CONFIG + 1)
         text = content.decode("utf-8")
         _PARSER.parse(text)
     except (OSError, UnicodeDecodeError) as error:
@@ -54,8 +54,8 @@ def read_chat_template(file: Path) -> str:
         raise MLAError(
             name, "a Jinja template", f"{error.message}, line {error.lineno}", str(file)
         ) from error
-    if len(content) > _MAX_BYTES:
-        raise MLAError(name, f"at most {_MAX_BYTES} bytes", "more", str(file))
+    if len(content) > MAX_CONFIG:
+        raise MLAError(name, f"at most {MAX_CONFIG} bytes", "more", str(file))
     return text
 
 

@@ -183,10 +183,10 @@ def _load(settings: ServerSettings) -> _Served:
         **settings.of_checkpoint(),
     )
     engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)
-    if config.compile is False or engine.compiles_in_background:
-        engine.generate([[0]], max_new_tokens=2)
-    else:
+    if engine.compiles_first:
         engine.warm_up()
+    else:
+        engine.generate([[0]], max_new_tokens=2)
     assert checkpoint.tokenizer is not None, "the server checks this"
     return _Served(engine, checkpoint.tokenizer)
 

@@ -3,10 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+import torch
+
 from mla_compile import Engine
 from mla_compile.engine import Request
 from mla_compile.engine.pages import PagePool
 from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import SpeculativeDecoder
 from tests.models_for_tests import one_layer_model, poison_caches
 
 SIZES = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False}
@@ -48,3 +52,18 @@ def with_new_caches(of: Engine, num_pages: int) -> Engine:
     of._caches.allocate(replace(of.config, num_pages=num_pages))
     poison_caches(of.model)
     return of
+
+
+def watch_eager_calls(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[str]:
+    """The names of those of these methods of decoders that run eagerly from now on."""
+    calls: list[str] = []
+    for name in parts:
+        method = getattr(SpeculativeDecoder, name)
+
+        def seen(self: SpeculativeDecoder, *args: object, _method=method) -> object:
+            if not torch.compiler.is_compiling():
+                calls.append(_method.__name__)
+            return _method(self, *args)
+
+        monkeypatch.setattr(SpeculativeDecoder, name, seen)
+    return calls

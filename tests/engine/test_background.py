@@ -1,6 +1,7 @@
 """In float32 on a CPU an engine runs steps eagerly until a thread has compiled them."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,9 +10,8 @@ import pytest
 import torch
 
 from mla_compile import Engine, SamplingParams
-from mla_compile.speculate import SpeculativeDecoder
 from mla_compile.torch_internals import compile_counters
-from tests.engine.engines import engine
+from tests.engine.engines import engine, watch_eager_calls
 from tests.models_for_tests import one_layer_model
 
 PROMPTS = [[1, 2, 3], [4] * 10, [5, 6]]
@@ -26,17 +26,7 @@ def compiles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parts of steps that ran eagerly."""
-    calls: list[str] = []
-    for name in ("verify", "advance"):
-        method = getattr(SpeculativeDecoder, name)
-
-        def seen(self: SpeculativeDecoder, *args: object, _method=method) -> object:
-            if not torch.compiler.is_compiling():
-                calls.append(_method.__name__)
-            return _method(self, *args)
-
-        monkeypatch.setattr(SpeculativeDecoder, name, seen)
-    return calls
+    return watch_eager_calls(monkeypatch, "verify", "advance")
 
 
 def texts(of: Engine, sampling: SamplingParams | None = None) -> list[list[int]]:
@@ -76,8 +66,9 @@ def check_change_over(eager_calls: list[str]) -> None:
         num_batches += 1
         assert time.monotonic() < deadline, f"{graphs} of 3 graphs after {num_batches} batches"
         graphs = compile_counters()["graphs"] - before
-    for thread in mine._launcher.steps._threads:  # no call waits for them
-        thread.join()
+    for thread in threading.enumerate():
+        if thread.name == "mla-compile":
+            thread.join()
     assert sys.getswitchinterval() == interval
     assert num_batches > 1 and {"verify", "advance"} <= set(eager_calls)
     for params, tokens in expected.items():

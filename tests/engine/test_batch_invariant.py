@@ -14,9 +14,8 @@ from torch import Tensor
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention import decode_backends
-from mla_compile.speculate import SpeculativeDecoder
 from mla_compile.torch_internals import compile_counters
-from tests.engine.engines import engine, pool_of, with_lag
+from tests.engine.engines import engine, pool_of, watch_eager_calls, with_lag
 from tests.engine.test_requests import MIXED, PROMPTS, alone, tokenizer
 from tests.engine.test_scheduler import Driven, goes_on
 from tests.engine.toy_engine import scheduler_of
@@ -107,16 +106,7 @@ def test_every_step_is_compiled_and_few_graphs_serve_all(monkeypatch: pytest.Mon
     expected = arrive(engine(0, **settings))
     torch._dynamo.reset()
     mine = invariant(0, **settings)
-    eager = []
-    for name in ("verify", "choose_targets", "advance"):
-        method = getattr(SpeculativeDecoder, name)
-
-        def seen(self: SpeculativeDecoder, *args: object, _method=method) -> object:
-            if not torch.compiler.is_compiling():
-                eager.append(_method.__name__)
-            return _method(self, *args)
-
-        monkeypatch.setattr(SpeculativeDecoder, name, seen)
+    eager = watch_eager_calls(monkeypatch, "verify", "choose_targets", "advance")
     before = compile_counters()["graphs"]
     assert arrive(mine) == expected
     assert mine.stats.num_mixed_steps > 0
