@@ -70,7 +70,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
                 "preempted": stats.num_preemptions,
                 "reused": stats.num_reused_tokens,
                 "bytes": sum(p.nbytes for p in model.parameters()),
-                "graphs": [bucket.num_graphs for bucket in engine.capture_report().buckets],
+                "captured": [bucket.is_captured for bucket in engine.capture_report().buckets],
             }
         )
         if job.get("chooses"):
