@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_compile import MLAError, SamplingParams
-from mla_compile.engine import Bucket, CaptureReport, Engine, capture
+from mla_compile.engine import Bucket, CaptureReport, Engine, capture, steps
 from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures, Recording
 from mla_compile.engine.config import FittedConfig
@@ -235,6 +235,78 @@ def test_the_report_reads_as_a_table() -> None:
         "total                                                       31.50      0.042       6.0  "
         "1 of 3 captured, budget 1.0 MiB",
     ]
+
+
+class Replay:
+    """A stand-in for a CUDA graph: it runs the step on the graph's own arguments, and overwrites the graph's result."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        self.step, self.args, self.result = step, args, result
+
+    def replay(self) -> None:
+        for mine, its in zip(tensors(self.result), tensors(self.step(*self.args)), strict=True):
+            mine.copy_(its)
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    if result is None or isinstance(result, torch.Tensor):
+        return [] if result is None else [result]
+    return [tensor for each in result for tensor in tensors(each)]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("lowering")
+def test_requests_of_every_kind_have_their_own_tokens_on_replayed_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside prompts and without them, on graphs of whole steps and of parts, before and after weights move."""
+    model = one_layer_model(torch.float32)
+    replays: list[Replay] = []
+
+    def record(captures: Captures, step: Callable[..., Any], args: tuple[Any, ...]) -> Recording:
+        own = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        written = [*args[0].named().values(), *caches_of(model)]
+        before = [tensor.clone() for tensor in written]
+        with compiled_calls() as calls:
+            result = step(*own)
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+        replays.append(Replay(step, own, result))
+        return Recording(cast("torch.cuda.CUDAGraph", replays[-1]), own, result, calls)
+
+    monkeypatch.setattr(Captures, "record", record)
+    monkeypatch.setattr(capture, "cuda_graph_usage", lambda *_: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(steps, "_why_not_captured", lambda *_: None)
+    monkeypatch.setattr(steps, "EAGER_MIXED_STEPS", 4)
+    settings = {"max_rows": 4, "max_tokens_per_step": 48, "max_model_len": 256}
+    kinds = [{}, {"temperature": 1.0}, {"logprobs": 3}, {"repetition_penalty": 1.3}]
+    prompts = [
+        [1 + (7 * i + j) % 20 for j in range(length)] for i, length in enumerate((3, 90, 4, 17, 1, 40))
+    ]
+
+    def texts(of: Engine) -> list[list[int]]:
+        requests = []
+        for i, prompt in enumerate(prompts):
+            requests.append(of.add(prompt, SamplingParams(**kinds[i % 4], seed=i), max_new_tokens=20))
+            of.step()
+        while of.has_work():
+            of.step()
+        return [request.completion.token_ids for request in requests]
+
+    plain = engine(0, one_layer_model(torch.float32), **settings)
+    mine = engine(2, model, compile=True, **settings)
+    for _ in range(3):
+        expected = texts(plain)
+        before = len(replays)
+        assert [texts(mine) for _ in range(2)] == [expected] * 2
+        assert len(replays) > before
+        for each in (plain, mine):
+            for parameter in each.model.parameters():
+                parameter.data = parameter.data * 0.9
+            each.reset_prefix_cache()
+    steps_captured = {bucket.step for bucket in mine.capture_report().buckets if bucket.is_captured}
+    assert {"sampled", "mixed, sampled", "verify, sampled", "advance, sampled"} <= steps_captured
 
 
 @pytest.mark.long

@@ -48,7 +48,6 @@ def test_tokens_of_captured_steps_are_those_of_stock(family: str) -> None:
     assert compile_counters()["graphs"] == (4 if mixed else 3), (
         "a step's parts, the first one with prompts too"
     )
-    assert all(bucket.is_captured for bucket in buckets), model.mla.capture_report()
     assert [(b.rows, b.outcome) for b in buckets if not b.prompt_tokens] == [
         (rows, "captured") for rows in (4, 1, 2)
     ]
@@ -66,9 +65,8 @@ def test_tokens_of_captured_steps_with_drafts_are_those_of_stock(
     expected = on_cuda(model, prompts(), **options)
     accelerate(model, num_speculative_tokens=3, mtp=mtp, max_rows=4)
     assert on_cuda(model, prompts(), **options) == expected
-    assert all(bucket.is_captured for bucket in model.mla.capture_report().buckets), (
-        model.mla.capture_report()
-    )
+    report = model.mla.capture_report()
+    assert not any(bucket.why_not for bucket in report.buckets), report
     assert max(c.acceptance_length or 1 for c in model.mla.completions) > 1.2
 
 
