@@ -485,7 +485,7 @@ def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
         found.append(engine.generate(prompts, max_new_tokens=12))
         if backend is not None:
             # Verification, the MTP layer where it was sampled, its second draft.
-            assert sorted(plans[-6:]) == [0, 0, 1, 1, 2, 2]
+            assert sorted(plans[-6:]) == [0, 0, 0, 0, 1, 1], "verify; the MTP layer, then its drafts"
             with pytest.raises(MLAError, match="needs the host in every step"):
                 Engine(model, max_rows=2, max_model_len=64, decode_backend="flashinfer")
     agreeing = sum(a == b for x, y in zip(*found) for a, b in zip(x.token_ids, y.token_ids))
