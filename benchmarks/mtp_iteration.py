@@ -3,8 +3,8 @@
     python -m benchmarks.mtp_iteration --output benchmarks/results/mtp_iteration.json
 
 Prints, and writes as JSON, for the shipped model and each number of drafts k: graphs compiled over several row buckets,
-CUDA graphs recorded and the tensors that each replay copies in, the first of 500+ greedy tokens that differs from
-one-token eager decoding in float32 (null if none does), wall time and kernel time of an iteration. Then for 12 layers
+the buckets recorded, the first of 500+ greedy tokens that differs from one-token eager decoding in float32 (null if
+none does), wall time and kernel time of an iteration. Then for 12 layers
 of DeepSeek-V3's architecture with random weights (`random_model` of `benchmarks.transformers_generate`), 32 rows of
 about 4,096 tokens: the time of each bucket to compile and capture, with Inductor's cache empty and filled, and the same
 times. In the timed steps a wait of the host for the device is an error.
@@ -32,7 +32,7 @@ from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
-from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
+from mla_compile.torch_internals import compile_counters
 
 BUCKETS = (4, 1, 2, 8, 3, 4)
 TOKENS = 512
@@ -120,7 +120,6 @@ def measure(
         "first_compile_s": round(compile_s, 1),
         **compile_counters(),
         "buckets": [vars(bucket) for bucket in engine.capture_report().buckets],
-        "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
         **{name: round(value, 1) for name, value in iteration_times(step, state).items()},
     }
     if expected is not None:
@@ -169,7 +168,6 @@ def measure_large(k: int) -> dict[str, Any]:
         "context": LARGE_CONTEXT,
         "cold": cold,
         "warm": warm,
-        "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
         **{name: round(value, 1) for name, value in times.items()},
         "wall_over_kernels": round(times["wall_us"] / times["kernel_us"], 3),
     }

@@ -232,7 +232,7 @@ def measure(
                 for step, times in (("mixed", launches[True]), ("decode", launches[False])):
                     if times:  # else no two steps were alike, so each was recorded
                         row[f"host_us_of_a_{step}_step"] = round(statistics.median(times))
-                row["graphs"] = sum(bucket.num_graphs for bucket in report.buckets)
+                row["graphs"] = sum(bucket.is_captured for bucket in report.buckets)
                 row["graph_mib"] = round(report.num_bytes / 2**20)
                 row["compile_s"] = round(report.compile_seconds, 1)
                 yield row

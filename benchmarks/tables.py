@@ -512,9 +512,7 @@ def mtp_iteration() -> str:
             "tokens a step",
             "iteration",
             "its kernels",
-            "graphs compiled",
             "rows recorded",
-            "tensors copied a replay",
             "tokens equal to eager",
         ],
         (
@@ -524,9 +522,7 @@ def mtp_iteration() -> str:
                 fixed(row["acceptance_length"], 2),
                 f"{row['wall_us'] / 1000:.2f} ms",
                 f"{row['kernel_us'] / 1000:.2f} ms",
-                row["graphs"],
                 ", ".join(map(str, sorted(bucket["rows"] for bucket in row["buckets"]))),
-                sum(map(len, row["tensors_copied_per_recording"])),
                 _yes(row["first_difference"] is None) if "first_difference" in row else None,
             )
             for row in report["rows"]

@@ -18,12 +18,13 @@ from mla_compile.torch_internals import (
     inductor_options,
     know_least_sizes,
     lower_with_inductor,
+    noted,
     trace_graph,
 )
 
 log = logging.getLogger(__name__)
 
-_OURS = ("passes", "decode_backend", "batch_invariant")
+_OURS = ("passes", "decode_backend", "batch_invariant", "captured")
 """The options that are not Inductor's."""
 
 
@@ -41,8 +42,9 @@ def mla(
         example_inputs: the graph's fake inputs.
         mode: a mode of `torch.compile`; "default" arrives as None.
         options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`, `decode_backend`:
-            the name of the backend for decode calls that do not name one, and `batch_invariant`: whether a token's
-            bits must not depend on the other tokens of the batch (see `passes/make_batch_invariant.py`).
+            the name of the backend for decode calls that do not name one, `batch_invariant`: whether a token's bits
+            must not depend on the other tokens of the batch (see `passes/make_batch_invariant.py`), and `captured`:
+            whether the caller records calls in CUDA graphs, so that nothing may be computed on the host.
 
     Raises:
         MLAError: an unknown mode, an unknown option, an object that is not a pass, a pass that fails or leaves a broken
@@ -50,17 +52,16 @@ def mla(
     """
     with errors_passed_on():
         settings = resolve_settings(mode, options)
-        passes, decode_backend, batch_invariant = (settings.pop(name, None) for name in _OURS)
+        passes, decode_backend, batch_invariant, captured = (settings.pop(name, None) for name in _OURS)
+        captured = bool(captured or settings.get("triton.cudagraphs"))
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
-        chosen = pipeline.passes_for(
-            gm, passes, decode_backend, bool(batch_invariant), bool(settings.get("triton.cudagraphs"))
-        )
+        chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant), captured)
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
-        return checked(lower_with_inductor(gm, example_inputs, settings), checks)
+        return noted(checked(lower_with_inductor(gm, example_inputs, settings), checks))
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
@@ -76,14 +77,15 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count() or 1}
     defaults: dict[str, Any] = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     given = options or {}
-    if type(given.get("batch_invariant", False)) is not bool:
-        raise MLAError("options['batch_invariant']", "True or False", repr(given["batch_invariant"]))
+    for name in ("batch_invariant", "captured"):
+        if type(given.get(name, False)) is not bool:
+            raise MLAError(f"options['{name}']", "True or False", repr(given[name]))
     if given.get("batch_invariant"):
         defaults |= INDUCTOR_OPTIONS
-    elif not (mode or "").startswith("max-autotune"):
+    else:
         # Otherwise Inductor times the tiles of a sum in its first run and selects the fastest. The choice, and with it
         # the order of the sum, would differ between processes.
-        defaults["deterministic"] = True
+        defaults["deterministic"] = not (mode or "").startswith("max-autotune")
     settings = {**defaults, **modes[mode or "default"], **given}
     if unknown := sorted(settings.keys() - inductor_options() - set(_OURS)):
         hint = f"see torch._inductor.config for the names; ours are {', '.join(map(repr, _OURS))}"

@@ -12,7 +12,8 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,9 @@ from mla_compile.errors import MLAError
 
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch._C._distributed_c10d import TCPStore as TCPStore
+
+CompiledCall = tuple[Callable[..., Any], list[int]]
+"""A call of compiled code: its function, and the addresses of its inputs that stay where they are."""
 
 
 def statically_known_true(condition: Any) -> bool:
@@ -228,6 +232,17 @@ def with_shape(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     memory = flat.untyped_storage()[begin : begin + math.prod(shape) * size]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(memory, 0, shape, strides)
+
+
+def as_varying(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, whose first size is marked as varying.
+
+    What compiled code returns can be a view, and a graph for a view would depend on the sizes of its base.
+    """
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    own.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    mark_varying(own)
+    return own
 
 
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -535,108 +550,48 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _copied_in(node: Any) -> list[str]:
-    tensors = node.wrapped_function.placeholders
-    return [tensors[i].name for i in node.non_static_input_idx if i < len(tensors)]
+_calls: ContextVar[list[CompiledCall] | None] = ContextVar("compiled calls", default=None)
 
 
-def _cuda_graph_manager(device: torch.device | int) -> Any:
-    """Torch's manager of a device's CUDA graphs; None before the first graph."""
-    from torch._inductor import cudagraph_trees
+def noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What the backend returns to Dynamo: `compiled`, whose calls `compiled_calls` lists."""
 
-    index = torch.cuda._utils._get_device_index(device, optional=True)
-    return cudagraph_trees.get_container(index).tree_manager
+    def call(*inputs: Any) -> Any:
+        if (calls := _calls.get()) is not None:
+            # Dynamo marks weights, and `mark_static_address` tensors of the caller.
+            is_static = (getattr(given, "_dynamo_static_input_type", None) for given in inputs)
+            addresses = [x.data_ptr() for x, static in zip(inputs, is_static) if static]
+            calls.append((call, addresses))
+        return compiled(*inputs)
+
+    return call
 
 
-def recorded_cuda_graphs(device: torch.device | int) -> list[list[str]]:
-    """For every CUDA graph recorded on a device, the names of the tensors that each replay copies in.
+@contextmanager
+def compiled_calls() -> Iterator[list[CompiledCall]]:
+    """Inside the context, each call of code that the backend compiled is appended to the list.
 
-    It supports graphs compiled with `graph_partition`, whose sizes follow their tensors and have no placeholder.
+    Two calls of a function do the same if their lists are equal: Dynamo's guards chose the same code, and weights,
+    caches and states are where they were.
     """
-    manager = _cuda_graph_manager(device)
-    pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
-    recorded = []
-    while pending:
-        node = pending.pop()
-        recorded.append(_copied_in(node))
-        pending += [child for children in node.children.values() for child in children]
-    return recorded
+    calls: list[CompiledCall] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
-def last_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """The CUDA graph that the last call of captured code recorded or replayed, if the call only replays it.
-
-    That is so if the graph copies no input, returns no tensor and does not follow another graph. Otherwise None.
-    """
-    from torch._inductor import cudagraph_trees
-
-    manager = _cuda_graph_manager(device)
-    node = None if manager is None else manager.current_node
-    if not isinstance(node, cudagraph_trees.CUDAGraphNode):
-        return None
-    if node.parent is not None or _copied_in(node) or node.outputs_weakrefs:
-        return None
-    graph: torch.cuda.CUDAGraph | None = node.graph
-    return graph
-
-
-def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
-    """Inside the context, compiled code may record CUDA graphs for any number of shapes, or records and replays none.
-
-    Nothing is recompiled: in each call torch checks whether to capture its shape.
-    """
-    from torch._inductor import config
-
-    # Torch warns from the ninth shape on. The options of a compile do not apply to later runs, hence this patch.
-    name = "cudagraph_dynamic_shape_warn_limit" if allowed else "cudagraph_capture_sizes"
-    patch: AbstractContextManager[None] = config.patch({f"triton.{name}": None if allowed else ()})
-    return patch
-
-
-def num_cuda_graphs(device: torch.device) -> int:
-    """The number of CUDA graphs that torch has recorded on a device."""
-    return len(recorded_cuda_graphs(device))
-
-
-def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
-    """For a CUDA device: the number of recorded graphs, the bytes of their memory pool, and those of the driver.
+def cuda_graph_usage(device: torch.device, pool: object) -> tuple[int, int]:
+    """The bytes of a memory pool of CUDA graphs on a device, and those of the driver.
 
     The driver's bytes are in use on the device and not held by torch's allocator: instantiated graphs, the code of
     kernels, other processes.
     """
-    from torch._inductor import cudagraph_trees
-
-    manager, pool = _cuda_graph_manager(device), 0
-    if manager is not None:
-        segments = cudagraph_trees.get_cudagraph_segments(manager.cuda_graphs_thread_pool)
-        pool = sum(segment["total_size"] for segment in segments)
+    segments = torch.cuda.memory_snapshot()
+    reserved = sum(each["total_size"] for each in segments if each["segment_pool_id"] == pool)
     free, total = torch.cuda.mem_get_info(device)
-    return num_cuda_graphs(device), pool, total - free - torch.cuda.memory_reserved(device)
-
-
-_shared_graphs: dict[str, Any] = {}
-
-
-def share_cuda_graphs() -> None:
-    """Let the calling thread replay the CUDA graphs that another thread recorded, if it has none of its own.
-
-    Inductor keeps graphs per thread: torch 2.11 fails in a thread that Python created (pytorch issue 123177), and 2.13
-    records them again in each. Threads that share graphs must not run at the same time. Unlike torch, this function
-    does not stash the graphs for autograd's threads: a stash in a Python thread crashes that thread when it ends.
-    """
-    from torch._inductor.cudagraph_trees import local
-
-    makers: dict[str, Callable[[], Any]] = {
-        "tree_manager_containers": dict,
-        "tree_manager_locks": lambda: defaultdict(threading.Lock),
-    }
-    for name, make in makers.items():
-        if hasattr(local, name):
-            _shared_graphs.setdefault(name, getattr(local, name))
-        else:
-            setattr(local, name, _shared_graphs.setdefault(name, make()))
-    # Each thread needs its own cuBLAS handle, which cannot be created while a graph is recorded.
-    torch.cuda.current_blas_handle()
+    return reserved, total - free - torch.cuda.memory_reserved(device)
 
 
 def compile_seconds() -> float:

@@ -73,7 +73,7 @@ def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
     threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count()}
     defaults = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     for mode, options in inductor_modes().items():
-        untimed = {} if mode.startswith("max-autotune") else {"deterministic": True}
+        untimed = {"deterministic": not mode.startswith("max-autotune")}
         assert resolve_settings(mode, None) == {**defaults, **untimed, **options}
         assert resolve_settings(mode, {"batch_invariant": True})["deterministic"]
     ours = {"graph_partition": False, "deterministic": False}

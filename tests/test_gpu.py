@@ -4,7 +4,6 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +32,9 @@ from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.linear import matmul
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
-from mla_compile.torch_internals import (
-    compile_counters,
-    last_cuda_graph,
-    num_cuda_graphs,
-    recorded_cuda_graphs,
-)
+from mla_compile.torch_internals import compile_counters
 from tests.cases import Case, make_case, relative_error
+from tests.cuda_graphs import num_recorded
 from tests.engine.engines import finish, texts
 from tests.engine.test_grammar import grammar
 from tests.models.small import randomize
@@ -52,6 +47,8 @@ pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams()
 SPENT = "uncaptured: the budget is spent"
+PARTS = 3
+"""The compiled graphs of a step: `verify`, `choose_targets`, `advance`."""
 
 
 def on_cuda(case: Case) -> tuple:
@@ -75,7 +72,7 @@ def test_a_mixed_batch_on_poisoned_pages_equals_the_definition(dtype: torch.dtyp
 
 def test_a_mixed_step_of_a_users_own_is_one_cuda_graph() -> None:
     torch._dynamo.reset()
-    before = len(recorded_cuda_graphs(torch.cuda.current_device()))
+    before = num_recorded()
     eager, model = (tiny_model(torch.float64).cuda() for _ in range(2))
     for each in (eager, model):
         allocate(each.cache_specs(), num_pages=41, page_size=4)
@@ -98,13 +95,13 @@ def test_a_mixed_step_of_a_users_own_is_one_cuda_graph() -> None:
             assert (
                 relative_error(step(*args).hidden.cpu(), eager(*args).hidden.cpu()) < 1e-6
             )  # rotary angles are float32
-    assert len(recorded_cuda_graphs(torch.cuda.current_device())) - before == 1
+    assert num_recorded() - before == 1
 
 
 def test_any_batches_of_a_users_own_module_make_three_graphs_and_few_recordings() -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    before = len(recorded_cuda_graphs(torch.cuda.current_device()))
+    before = num_recorded()
     exact, eager, model = (
         load_model(SHIPPED_MODEL, dtype=dtype, device="cuda")
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
@@ -148,7 +145,7 @@ def test_any_batches_of_a_users_own_module_make_three_graphs_and_few_recordings(
     assert captured.median() < 1.2 * eagerly.median(), "no more than bfloat16's own error"
     assert captured.max() < 2 * eagerly.max()
     assert compile_counters() == {"graphs": 3, "cudagraph_skips": 0}
-    assert len(recorded_cuda_graphs(torch.cuda.current_device())) - before <= len(sizes)
+    assert num_recorded() - before <= len(sizes)
 
 
 def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> list[list[int]]:
@@ -175,13 +172,8 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(
     for rows in (8, 1, 3, 8):
         poison_caches(captured.model)
         assert generate(captured, rows, params, 200) == generate(plain, rows, params, 200), f"{rows} rows"
-    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
-    assert last_cuda_graph(torch.device("cuda")), (
-        "a recorded step is the whole of a call, and is replayed directly"
-    )
-    recorded = recorded_cuda_graphs(torch.cuda.current_device())
-    assert len(recorded) >= 3
-    assert not any(recorded), f"tensors copied on each replay: {recorded}"
+    assert compile_counters()["graphs"] == PARTS
+    assert set(outcomes(captured).values()) == {"captured"}, captured.capture_report()
 
 
 def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
@@ -199,8 +191,7 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
 def test_rows_may_have_any_numbers_of_drafts_without_another_recording() -> None:
     captured, plain = fresh_engines(3)
     report = captured.warm_up(sampling=GREEDY)
-    assert {bucket.outcome for bucket in report.buckets} == {"captured"}
-    assert len(recorded_cuda_graphs(torch.cuda.current_device())) == 4, "for 1, 2, 4 and 8 rows"
+    assert outcomes(captured) == dict.fromkeys([8, 4, 2, 1], "captured"), report
     prompts = [[3 + row] * (1 + row) for row in range(8)]
     expected = [c.token_ids for c in plain.generate(prompts, max_new_tokens=100)]
     for rows in (8, 1, 3, 8):
@@ -208,10 +199,8 @@ def test_rows_may_have_any_numbers_of_drafts_without_another_recording() -> None
         requests = [captured.add(prompts[i], max_new_tokens=100, max_drafts=i % 5) for i in range(rows)]
         finish(captured)
         assert texts(requests) == expected[:rows], f"{rows} rows"
-    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
-    recorded = recorded_cuda_graphs(torch.cuda.current_device())
-    assert len(recorded) == 4, "nothing was recorded again"
-    assert not any(recorded), f"tensors copied on each replay: {recorded}"
+    assert compile_counters()["graphs"] == PARTS
+    assert captured.capture_report() == report, "nothing was recorded again"
 
 
 def outcomes(engine: Engine) -> dict[int, str]:
@@ -241,10 +230,7 @@ def test_beyond_the_budget_batches_are_uncaptured_and_the_tokens_stay(
         assert generate(captured, rows, params, 60) == generate(plain, rows, params, 60), f"{rows} rows"
     assert outcomes(captured) == expected, captured.capture_report()
     report = captured.capture_report()
-    recorded = recorded_cuda_graphs(torch.cuda.current_device())
-    assert len(recorded) == sum(bucket.num_graphs for bucket in report.buckets)
-    assert not any(recorded), f"tensors copied on each replay: {recorded}"
-    assert compile_counters()["graphs"] == 1, "what runs uncaptured is the same compiled code"
+    assert compile_counters()["graphs"] == PARTS, "what runs uncaptured is the same compiled code"
     assert (report.num_bytes > 0) == (report.capture_seconds > 0) == (budget != 0)
     assert report.compile_seconds > 0
 
@@ -265,11 +251,15 @@ def test_a_warmed_up_engine_records_nothing_more(budget: int | None) -> None:
 
 
 def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    def usage(device: torch.device) -> tuple[int, int, int]:
-        return num_cuda_graphs(device), num_cuda_graphs(device), 0
+    record, recorded = capture.Captures.record, []
 
-    # A byte each: small graphs fit in the memory of the first one's warm-up.
-    monkeypatch.setattr("mla_compile.engine.capture.cuda_graph_usage", usage)
+    def noted(*args: Any) -> capture.Recording:
+        recorded.append(args)
+        return record(*args)
+
+    # A byte each, as small graphs fit in the memory of large ones.
+    monkeypatch.setattr(capture.Captures, "record", noted)
+    monkeypatch.setattr(capture, "cuda_graph_usage", lambda *_: (len(recorded), 0))
 
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: object) -> torch.Tensor:
         return logits.argmax(dim=-1)
@@ -280,8 +270,25 @@ def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget(monkeypatch: pyte
         *_, out = captured.stream(prompts, max_new_tokens=40, choose=choose)
         expected = plain.generate(prompts, max_new_tokens=40)
         assert [c.token_ids for c in out] == [c.token_ids for c in expected]
-    verify = {b.rows: b.outcome for b in captured.capture_report().buckets if b.step == "verify"}
+    verify = {b.rows: b.outcome for b in captured.capture_report().buckets if b.step == "verify, greedy"}
     assert verify == {2: "captured", 4: SPENT, 1: SPENT}
+
+
+def test_a_step_that_waits_for_the_device_runs_uncaptured_and_the_next_is_captured() -> None:
+    captured, _ = fresh_engines(0)
+    captures = captured._launcher.steps._captures  # private: no model's own step may wait
+    state = captured._launcher.steps.state_for(2, sampled=False)
+    waits = captures.measured("waits", lambda state: int(state.active.sum()))
+    doubles = captures.measured("doubles", lambda state, x: x * 2)
+    assert [waits(state) for _ in range(3)] == [0, 0, 0]
+    for number in range(4):
+        x = torch.full((2,), number, device="cuda")
+        assert doubles(state, x).tolist() == [2 * number] * 2
+    stream = torch.cuda.current_stream()
+    assert stream == torch.cuda.default_stream()
+    first, second = captured.capture_report().buckets
+    assert first.outcome.startswith("uncaptured: torch recorded no graph: ") and second.is_captured
+    assert captured.generate([[1, 2, 3]] * 2, max_new_tokens=8)[0].error is None
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")
@@ -297,10 +304,10 @@ def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured(
         *_, out = captured.stream(prompts, max_new_tokens=30, choose=choose)
         assert [c.token_ids for c in out] == expected
     buckets = captured.capture_report().buckets
-    mixed = [bucket for bucket in buckets if bucket.step == "mixed, verify"]
-    assert mixed and all(bucket.num_graphs == 1 and bucket.prompt_tokens for bucket in mixed)
+    mixed = [bucket for bucket in buckets if bucket.step == "mixed, verify, greedy"]
+    assert mixed and all(bucket.is_captured and bucket.prompt_tokens for bucket in mixed)
     advance = [bucket for bucket in buckets if bucket.step.startswith("advance")]
-    assert advance and all(bucket.num_graphs == 1 for bucket in advance)
+    assert advance and all(bucket.is_captured for bucket in advance)
 
 
 def test_after_warming_up_no_kind_of_request_compiles_anything_or_pauses_another() -> None:
@@ -361,11 +368,10 @@ def test_thousands_of_captured_steps_do_what_eager_ones_do(k: int, dtype: torch.
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     run_checked_streams(tiny_model(dtype).cuda(), k, steps=2000, every=2)
-    counters = compile_counters()
-    assert counters == {"graphs": 2, "cudagraph_skips": 0}, "greedy and sampled; prompts come beside no row"
-    recorded = recorded_cuda_graphs(torch.cuda.current_device())
-    assert len(recorded) >= 8, "each for 1, 2, 4 and 8 rows"
-    assert not any(recorded), f"tensors copied on each replay: {recorded}"
+    expected = {"graphs": 2 * PARTS - 1, "cudagraph_skips": 0}
+    assert compile_counters() == expected, (
+        "greedy and sampled steps share one part; prompts come beside no row"
+    )
 
 
 def test_weights_that_moved_between_streams_are_noticed() -> None:
@@ -411,13 +417,13 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
 
     The third time nothing is compiled or recorded, and the host must not wait for the device.
     """
-    replaying, has_prompts = capture._replaying, set()  # private, like every sign of a replay
+    replay, has_prompts = capture.Recording.replay, set()
 
-    def noted(graph: torch.cuda.CUDAGraph, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    def noted(recording: capture.Recording, args: tuple[Any, ...]) -> Any:
         has_prompts.add(len(args) > 1)
-        return replaying(graph, step, *args)
+        return replay(recording, args)
 
-    monkeypatch.setattr(capture, "_replaying", noted)
+    monkeypatch.setattr(capture.Recording, "replay", noted)
     monkeypatch.setattr(steps, "EAGER_MIXED_STEPS", 4)
     lengths = (3, 90, 4, 17, 150, 1, 40, 5, 33, 8)
     prompts = [[1 + (7 * i + 3 * j * j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
@@ -440,9 +446,8 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
         assert [generation.completion.token_ids for generation in generations] == expected
         assert captured.stats.num_mixed_steps > mixed + 5
     buckets = [bucket for bucket in captured.capture_report().buckets if bucket.prompt_tokens]
-    assert len(buckets) > 3 and all(bucket.num_graphs == 1 for bucket in buckets), "a mixed step is one graph"
-    assert has_prompts == {False, True}, "which is the whole of a call, with prompts and without"
-    assert not any(recorded_cuda_graphs(torch.cuda.current_device())), "no tensor is copied on a replay"
+    assert len(buckets) > 3 and all(bucket.is_captured for bucket in buckets)
+    assert has_prompts == {False, True}
 
 
 def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
@@ -480,7 +485,7 @@ def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
         found.append(engine.generate(prompts, max_new_tokens=12))
         if backend is not None:
             # Verification, the MTP layer where it was sampled, its second draft.
-            assert sorted(plans[-6:]) == [0, 0, 1, 1, 2, 2]
+            assert sorted(plans[-6:]) == [0, 0, 0, 0, 1, 1], "verify; the MTP layer, then its drafts"
             with pytest.raises(MLAError, match="needs the host in every step"):
                 Engine(model, max_rows=2, max_model_len=64, decode_backend="flashinfer")
     agreeing = sum(a == b for x, y in zip(*found) for a, b in zip(x.token_ids, y.token_ids))

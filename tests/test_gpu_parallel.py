@@ -37,7 +37,7 @@ def test_engines_give_the_same_tokens_on_both_gpus(dtype: str, exact: bool, tmp_
     }
     said = shared(tmp_path, 2, job)
     for one in said:
-        assert max(one["graphs"]) == 1, f"graphs of each bucket: {one['graphs']}"
+        assert any(one["captured"])
         assert one["mixed"] > 2 and one["reused"]
         assert bool(one["preempted"]) != exact
     if exact:  # whatever the drafts
@@ -57,4 +57,4 @@ def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
         "greedy": True,
     }
     (one,) = shared(tmp_path, 2, job)
-    assert 0 in one["graphs"] and 1 in one["graphs"]
+    assert True in one["captured"] and False in one["captured"]

@@ -16,13 +16,12 @@ class Bucket:
 
     step: "greedy" or "sampled"; "mixed, greedy" with prompts; "verify" and "advance, greedy", ... for parts of a step.
     prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
-    num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
+    is_captured: whether a CUDA graph is recorded.
     num_bytes: growth of the graphs' memory pool and of the driver's own memory while it was recorded. A bucket fits in
         the pool of a larger one that was recorded before it. The driver reports the memory use of the whole device,
         so allocations of other processes at that moment are included.
-    compile_seconds: time in Dynamo and Inductor during its first calls; 0 if an earlier bucket had compiled the step.
-    capture_seconds: the rest of the calls that warmed it up and recorded it; the first bucket's includes autotuning of
-        Triton's tile sizes.
+    compile_seconds: time in Dynamo and Inductor during its first call; 0 if an earlier bucket had compiled its parts.
+    capture_seconds: the rest of the calls that warmed it up and recorded it.
     why_not: why it is not captured.
     """
 
@@ -32,7 +31,7 @@ class Bucket:
     prompt_tokens: int = 0
     prompt_chunks: int = 0
     prompt_keys: int = 0
-    num_graphs: int = 0
+    is_captured: bool = False
     num_bytes: int = 0
     compile_seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -40,7 +39,7 @@ class Bucket:
 
     @property
     def outcome(self) -> str:
-        if self.num_graphs:
+        if self.is_captured:
             return "captured"
         return f"uncaptured: {self.why_not or 'it is recorded on its next call'}"
 
@@ -72,7 +71,7 @@ class CaptureReport:
 
     def __str__(self) -> str:
         width = max(18, *(len(bucket.step) + 1 for bucket in self.buckets), 0)
-        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>8}{:>8}{:>11}{:>11}{:>8}{:>10}  {}"
+        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>8}{:>8}{:>11}{:>11}{:>10}  {}"
         names = [
             "step",
             "rows",
@@ -82,7 +81,6 @@ class CaptureReport:
             "keys",
             "compile s",
             "capture s",
-            "graphs",
             "MiB",
             "outcome",
         ]
@@ -91,12 +89,11 @@ class CaptureReport:
             shape = bucket.step, bucket.rows, bucket.q_len
             prompts = bucket.prompt_tokens, bucket.prompt_chunks, bucket.prompt_keys
             lines.append(form.format(*shape, *prompts, *_costs(bucket), bucket.outcome))
-        captured = sum(bucket.num_graphs > 0 for bucket in self.buckets)
+        captured = sum(bucket.is_captured for bucket in self.buckets)
         limit = "" if self.budget is None else f", budget {self.budget / MIB:.1f} MiB"
         outcome = self.why_not or f"{captured} of {len(self.buckets)} captured{limit}"
         return "\n".join([*lines, form.format("total", *[""] * 5, *_costs(self), outcome)])
 
 
-def _costs(of: Bucket | CaptureReport) -> tuple[str, str, int, str]:
-    graphs = of.num_graphs if isinstance(of, Bucket) else sum(bucket.num_graphs for bucket in of.buckets)
-    return f"{of.compile_seconds:.2f}", f"{of.capture_seconds:.3f}", graphs, f"{of.num_bytes / MIB:.1f}"
+def _costs(of: Bucket | CaptureReport) -> tuple[str, str, str]:
+    return f"{of.compile_seconds:.2f}", f"{of.capture_seconds:.3f}", f"{of.num_bytes / MIB:.1f}"

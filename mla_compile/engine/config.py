@@ -36,12 +36,8 @@ class EngineConfig(EngineFields):
                 "compile", "True with batch_invariant=True, which needs compiled steps", False, hint
             )
         if self.compile is not False:
-            resolve_settings(self.mode, self._options)
+            resolve_settings(self.mode, None)
         check_name("decode_backend", self.decode_backend)
-
-    @property
-    def _options(self) -> dict[str, Any] | None:
-        return {"batch_invariant": True} if self.batch_invariant else None
 
     @property
     def captures(self) -> bool:
@@ -49,11 +45,10 @@ class EngineConfig(EngineFields):
         return self.compile is not False and bool(resolve_settings(self.mode, None).get("triton.cudagraphs"))
 
     @property
-    def compile_settings(self) -> dict[str, Any]:
-        """The arguments of `torch.compile`, which accepts a mode or options, not both."""
-        if self._options is None:
-            return {"mode": self.mode}
-        return {"options": resolve_settings(self.mode, self._options)}
+    def compile_options(self) -> dict[str, Any]:
+        """The options of `torch.compile`. The engine records CUDA graphs itself: one holds several compiled calls."""
+        options = {"batch_invariant": self.batch_invariant, "captured": self.captures}
+        return {**resolve_settings(self.mode, options), "triton.cudagraphs": False}
 
     def fitted_to(
         self, model: ServedModel, *, device_type: str | None = None, left: int | None = None

@@ -82,7 +82,7 @@ class Launcher:
         """
         steps, rows, sampled = self.steps, self.rows, plan.sampled
         self.has_not_chosen = False
-        if plan.admitted:
+        if len(rows) == len(plan.removed):  # the engine was idle
             steps.check_again()
         steps.num_mixed += bool(plan.decodes and plan.chunks)
         state = rows.prepare(plan)
@@ -97,7 +97,7 @@ class Launcher:
         if not on_host and not any(n is not None for n in num_logprobs):
             steps.whole(sampled=rows.sampled, prompts=bool(chunks))(*inputs)
         else:
-            logits, output = steps.verify(*inputs)
+            logits, output = steps.verify(*inputs, sampled=rows.sampled)
             choose_targets = partial(steps.choose_targets, sampled=rows.sampled)
             if not on_host:
                 targets = choose_targets(state, logits, None)
@@ -156,7 +156,7 @@ class Launcher:
 
     def _run_parts(self, sampled: bool, state: DecodeState, *chunks: PackedChunks) -> None:
         """A step with logits read between its parts."""
-        logits, output = self.steps.verify(state, *chunks)
+        logits, output = self.steps.verify(state, *chunks, sampled=sampled)
         targets = self.steps.choose_targets(state, logits, None, sampled=sampled)
         if self._config.batch_invariant:  # it is compiled for both
             allowed = torch.ones_like(logits, dtype=torch.bool)

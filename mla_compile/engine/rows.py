@@ -59,6 +59,9 @@ class Rows:
         """Forget all requests. The next `prepare` starts with inactive rows."""
         self._row_of, self._texts, self.state, self.on_host = {}, {}, None, False
 
+    def __len__(self) -> int:
+        return len(self._row_of)
+
     def __getitem__(self, request: Request) -> int:
         """A request's row in the current state."""
         return self._row_of[request]

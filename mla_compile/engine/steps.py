@@ -15,7 +15,7 @@ from mla_compile.engine.capture import Captures
 from mla_compile.engine.config import FittedConfig
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, SpeculativeDecoder
-from mla_compile.torch_internals import eager_until_compiled, mark_varying, with_own_code
+from mla_compile.torch_internals import as_varying, eager_until_compiled, with_own_code
 
 EAGER_MIXED_STEPS = 16
 """Steps with prompts are compiled after this many steps that mix prompts and decode rows; until then they run eagerly.
@@ -34,13 +34,13 @@ StepCall = Callable[..., None]
 class Steps:
     """The steps of one engine: a step has three parts, `verify`, `choose_targets` and `advance`.
 
-    If CUDA graphs are recorded, the three are compiled and captured as one call, except in steps between whose parts
-    the host reads logits. Otherwise `verify` and `advance` are compiled apart, and all steps share them.
+    The parts are compiled apart, and steps share them. If CUDA graphs are recorded, a graph holds a whole step, or, in
+    steps between whose parts the host reads logits, one part.
 
-    Steps with prompts run eagerly until they are warmed up or `EAGER_MIXED_STEPS` have run, and always if no CUDA
-    graphs are recorded: compiling them would take longer than it saves. `choose_targets` runs eagerly outside of whole
-    captured steps. With `batch_invariant` all of this is compiled from the first step on, since compiled code and eager
-    code round differently.
+    The target's forward of steps with prompts runs eagerly until it is warmed up or `EAGER_MIXED_STEPS` have run, and
+    always if no CUDA graphs are recorded: compiling it would take longer than it saves. On CPUs `choose_targets` runs
+    eagerly. With `batch_invariant` all of this is compiled from the first step on, since compiled code and eager code
+    round differently.
 
     In float32 on a CPU, where compiled and eager steps choose the same tokens, a thread compiles steps while they run
     eagerly, unless `compile` is True: no request waits for a compilation. Processes that share a model compile on first
@@ -63,7 +63,6 @@ class Steps:
         self._model, self._config, self._decoders = model, config, decoders
         self._k = config.num_speculative_tokens
         why_not = _why_not_captured(config, model.device)
-        self._is_captured = why_not is None
         self.compiles_in_background = _compiles_in_background(model, config, ranks)
         self._num_steps = Counter[bool]()
         self.pads = _compiles_mixed(model, why_not)
@@ -71,8 +70,9 @@ class Steps:
         self.num_mixed, self.warms_prompts = 0, False
         self._captures = Captures(config, model.device, why_not, ranks)
         self.sizes, self.check_again = self._captures.sizes, self._captures.check_again
-        self._calls: dict[tuple[str, bool], Callable[..., Any]] = {}
+        self._measured: dict[str, Callable[..., Any]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str, Callable[..., Any]] = {}
         self._states: dict[tuple[int, bool], DecodeState] = {}
 
     def report(self) -> CaptureReport:
@@ -86,46 +86,47 @@ class Steps:
 
     def whole(self, *, sampled: bool, prompts: bool) -> StepCall:
         """A step without the host between its parts."""
-        decoder = self._decoders[sampled]
-        if not self._is_captured:
-            step: StepCall = partial(self._in_parts, sampled)
-        elif prompts:
-            step = self._call(f"mixed, {_kind(sampled)}", decoder.mixed, compile=self.compiles_prompts)
-        else:
-            step = self._call(_kind(sampled), decoder.forward)
-        return step if self.around is None else self.around(step, decoder)
+        step: StepCall = partial(self._step, sampled)
+        if not prompts:
+            step = self._capturing(_kind(sampled), step)
+        elif self.compiles_prompts:
+            step = self._capturing(f"mixed, {_kind(sampled)}", step)
+        return step if self.around is None else self.around(step, self._decoders[sampled])
 
-    def _in_parts(self, sampled: bool, state: DecodeState, packed: PackedChunks | None = None) -> None:
-        logits, output = self.verify(state, packed)
+    def _step(self, sampled: bool, state: DecodeState, packed: PackedChunks | None = None) -> None:
+        logits, output = self._verify(state, packed)
         targets = self.choose_targets(state, logits, None, sampled=sampled)
-        self.advance(targets, output, state, packed, sampled=sampled)
+        self._advance(sampled, state, targets, _begins(state, packed), output.hidden, *output.aux)
 
-    def verify(self, state: DecodeState, packed: PackedChunks | None = None) -> tuple[Tensor, ForwardOutput]:
+    def verify(
+        self, state: DecodeState, packed: PackedChunks | None = None, *, sampled: bool
+    ) -> tuple[Tensor, ForwardOutput]:
         """See `SpeculativeDecoder.verify`; the next replay overwrites what it returns."""
+        call: Callable[..., tuple[Tensor, ForwardOutput]] = self._verify
+        if packed is None:
+            call = self._capturing(f"{VERIFY}, {_kind(sampled)}", call)
+        elif self.compiles_prompts:
+            call = self._capturing(f"mixed, {VERIFY}, {_kind(sampled)}", call)
+        return call(state, packed)
+
+    def _verify(self, state: DecodeState, packed: PackedChunks | None) -> tuple[Tensor, ForwardOutput]:
         method, state = self._decoders[False].verify, state.without_counts
         if packed is None:
             logits, output = self._call(VERIFY, method)(state)
         else:
-            logits, output = self._call(f"mixed, {VERIFY}", method, compile=self.compiles_prompts)(
-                state, packed
-            )
+            call = self._call(f"mixed, {VERIFY}", method) if self.compiles_prompts else method
+            logits, output = call(state, packed)
         return logits, output
 
     def choose_targets(
         self, state: DecodeState, logits: Tensor, allowed: Tensor | None, *, sampled: bool
     ) -> Tensor:
         """See `SpeculativeDecoder.choose_targets`. Rank 0 may call it alone."""
-        method = self._decoders[sampled].choose_targets
-        if not self._config.batch_invariant:
-            return method(state, logits, allowed)
-        logits = logits.clone()
-        for given in (logits, allowed):
-            if given is not None:
-                mark_varying(given)
-        chosen: Tensor = self._call(f"choose, {_kind(sampled)}", method, captured=False)(
-            state, logits, allowed
-        )
-        return chosen
+        call: Callable[..., Tensor] = self._decoders[sampled].choose_targets
+        if self._config.batch_invariant or (allowed is None and not logits.is_cpu):
+            call = self._call(f"choose, {_kind(sampled)}", call)
+            logits, allowed = as_varying(logits), None if allowed is None else as_varying(allowed)
+        return call(state, logits, allowed)
 
     def advance(
         self,
@@ -137,9 +138,15 @@ class Steps:
         sampled: bool,
     ) -> None:
         """See `SpeculativeDecoder.advance`."""
-        begins = torch.zeros_like(state.active) if packed is None else packed.begins
+        call = self._capturing(f"advance, {_kind(sampled)}", partial(self._advance, sampled))
+        call(state, targets, _begins(state, packed), output.hidden, *output.aux)
+
+    def _advance(
+        self, sampled: bool, state: DecodeState, targets: Tensor, begins: Tensor, *output: Tensor
+    ) -> None:
         call = self._call(f"advance, {_kind(sampled)}", self._decoders[sampled].advance)
-        call(state, *_for_advance(targets, output, begins))
+        targets, begins, hidden, *aux = map(as_varying, (targets, begins, *output))
+        call(state, targets, ForwardOutput(hidden, tuple(aux)), begins)
         self._num_steps[sampled] += 1
         if self.compiles_in_background and self._num_steps[sampled] == EAGER_STEPS:
             what = f"compiling the {_kind(sampled)} step"
@@ -154,30 +161,28 @@ class Steps:
         state = self._allocate(2, sampled)
         with torch.inference_mode(inference), torch.no_grad():
             logits, output = self._compiled[VERIFY](state.without_counts)
-            targets = self._decoders[sampled].choose_targets(state, logits)
-            given = _for_advance(targets, output, torch.zeros_like(state.active))
-            self._compiled[f"advance, {_kind(sampled)}"](state, *given)
+            targets, begins = self._decoders[sampled].choose_targets(state, logits), _begins(state, None)
+            compiled = self._compiled[f"advance, {_kind(sampled)}"]
+            compiled(state, as_varying(targets), output.map(as_varying), as_varying(begins))
 
-    def _call(
-        self, name: str, method: Callable[..., Any], *, compile: bool = True, captured: bool = True
-    ) -> Callable[..., Any]:
+    def _call(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """A decoder's method, compiled on its first call or in the background; `name` identifies it."""
-        config, key = self._config, (name, compile)
-        if key not in self._calls:
-            call = method
-            if config.compile is not False and compile:
-                compiled = torch.compile(
-                    with_own_code(method), backend="mla", fullgraph=True, **config.compile_settings
-                )
-                self._compiled[name] = compiled
-                if self.compiles_in_background:
-                    call = eager_until_compiled(compiled)
-                elif captured:
-                    call = self._captures.measured(name, compiled)
-                else:
-                    call = self._captures.uncaptured(compiled)
-            self._calls[key] = call
-        return self._calls[key]
+        if self._config.compile is False:
+            return method
+        if name not in self._calls:
+            own, options = with_own_code(method), self._config.compile_options
+            compiled = torch.compile(own, backend="mla", fullgraph=True, options=options)
+            self._compiled[name] = compiled
+            self._calls[name] = eager_until_compiled(compiled) if self.compiles_in_background else compiled
+        return self._calls[name]
+
+    def _capturing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Captures.measured`; `name` identifies the call, which is wrapped once."""
+        if self._config.compile is False or self.compiles_in_background:
+            return call
+        if name not in self._measured:
+            self._measured[name] = self._captures.measured(name, call)
+        return self._measured[name]
 
     def state_for(self, count: int, *, sampled: bool) -> DecodeState:
         """The state of the smallest bucket with at least `count` rows, allocated once: graphs hold its addresses."""
@@ -199,14 +204,9 @@ class Steps:
         )
 
 
-def _for_advance(
-    targets: Tensor, output: ForwardOutput, begins: Tensor
-) -> tuple[Tensor, ForwardOutput, Tensor]:
-    """The arguments of a compiled `advance` besides the state; the output as a copy, which a replay may overwrite."""
-    output = output.map(torch.clone)
-    for given in (targets, output.hidden, *output.aux, begins):
-        mark_varying(given)
-    return targets, output, begins
+def _begins(state: DecodeState, packed: PackedChunks | None) -> Tensor:
+    """The rows whose prompts end in this step, bool `[rows]`."""
+    return torch.zeros_like(state.active) if packed is None else packed.begins
 
 
 def _kind(sampled: bool) -> str:

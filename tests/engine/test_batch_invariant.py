@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
+from mla_compile.backend import resolve_settings
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention import decode_backends
 from mla_compile.torch_internals import compile_counters
@@ -80,11 +81,13 @@ def test_a_decode_backend_that_does_not_promise_it_is_refused(monkeypatch: pytes
 
 
 def test_steps_are_compiled_with_the_option_and_that_of_their_mode() -> None:
-    settings = invariant(mode="reduce-overhead").config.compile_settings
-    assert settings.keys() == {"options"}
-    assert settings["options"]["triton.cudagraphs"]
-    assert "triton.cudagraphs" not in invariant(mode="default").config.compile_settings["options"]
-    assert engine(mode="default").config.compile_settings == {"mode": "default"}
+    options = invariant(mode="reduce-overhead").config.compile_options
+    assert options["batch_invariant"] and options["captured"] and not options["triton.cudagraphs"]
+    assert not engine(mode="default").config.compile_options["captured"]
+    for mode, deterministic in (("default", True), ("max-autotune", False)):
+        options = engine(mode=mode).config.compile_options
+        assert resolve_settings(None, options) == options, "the backend gets them all"
+        assert options["deterministic"] is deterministic and not options["batch_invariant"]
 
 
 def arrive(of: Engine, **settings: object) -> list[list[int]]:
@@ -129,7 +132,7 @@ def test_tokens_chosen_on_the_host_go_through_compiled_code() -> None:
     *_, got = mine.stream(PROMPTS[:3], max_new_tokens=8, choose=likeliest)
     assert [completion.token_ids for completion in got] == expected
     names = {bucket.step for bucket in mine.capture_report().buckets}
-    assert names == {"verify", "mixed, verify", "advance, greedy"}
+    assert names == {"verify, greedy", "mixed, verify, greedy", "advance, greedy"}
     assert compile_counters()["graphs"] - before == 4
 
 

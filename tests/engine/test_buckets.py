@@ -1,26 +1,25 @@
 """Which bucket serves a batch and which are captured within a budget, with a stand-in for torch's CUDA graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._inductor import cudagraph_trees
 
 from mla_compile import MLAError, SamplingParams
-from mla_compile.engine import Bucket, CaptureReport, Engine, capture
+from mla_compile.engine import Bucket, CaptureReport, Engine, capture, steps
 from mla_compile.engine.buckets import row_sizes
-from mla_compile.engine.capture import Captures
+from mla_compile.engine.capture import Captures, Recording
 from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
-from mla_compile.speculate import DecodeState
-from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.torch_internals import CompiledCall, compile_counters, compiled_calls, noted
 from tests.engine.engines import engine, with_new_caches
 from tests.models_for_tests import caches_of, one_layer_model
 
@@ -33,48 +32,36 @@ def state_of(rows: int) -> DecodeState:
 
 
 class Graphs:
-    """Records as torch does, where it may: a shape's first call is a warm-up that takes memory, the second records."""
+    """A step, and a stand-in for its CUDA graphs: a smaller one fits in the memory pool of a larger one."""
 
     def __init__(self, cost: int, *, refused: bool = False) -> None:
         self.cost, self.refused = cost, refused
-        self.allowed = True
-        self.warm: set[int] = set()
         self.recorded: set[int] = set()
-        self.graph: Graphs | None = None  # itself, where a call is nothing but a replay
         self.num_replays = 0
+        self.code = noted(lambda *inputs: "ran")
 
-    def step(self, state: DecodeState) -> str:
-        rows = len(state.active)
-        if not self.allowed:
-            return "uncaptured"
-        if rows in self.recorded:
-            return "replayed"
-        if rows not in self.warm or self.refused:
-            self.warm.add(rows)
-            return "warm-up"
-        self.recorded.add(rows)
-        return "recorded"
+    def step(self, state: DecodeState) -> object:
+        return self.code(state.active)
 
     def replay(self) -> None:
         self.num_replays += 1
 
-    @contextmanager
-    def recording(self, allowed: bool) -> Iterator[None]:
-        self.allowed = allowed
-        yield
-        self.allowed = True
+    def record(self, captures: Captures, step: Callable[..., Any], args: tuple[Any, ...]) -> Recording:
+        if self.refused:
+            raise RuntimeError("operation not permitted when stream is capturing\nSee the documentation.")
+        with compiled_calls() as calls:
+            step(*args)
+        self.recorded.add(len(args[0].active))
+        return Recording(cast("torch.cuda.CUDAGraph", self), args, "replayed", calls)
 
-    def usage(self, device: torch.device) -> tuple[int, int, int]:
-        pool = self.cost * max(self.warm, default=0)  # a smaller graph fits in the memory of a larger one
-        return len(self.recorded), pool, 1000 + self.cost * len(self.recorded)
+    def usage(self, device: torch.device, pool: object) -> tuple[int, int]:
+        return self.cost * max(self.recorded, default=0), 1000 + self.cost * len(self.recorded)
 
     @contextmanager
     def instead_of_torch(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(capture, "recording_cuda_graphs", self.recording)
+            patch.setattr(Captures, "record", lambda captures, *args: self.record(captures, *args))
             patch.setattr(capture, "cuda_graph_usage", self.usage)
-            patch.setattr(capture, "num_cuda_graphs", lambda device: self.usage(device)[0])
-            patch.setattr(capture, "last_cuda_graph", lambda device: self.graph)
             patch.setattr(torch.cuda, "synchronize", lambda device: None)
             yield
 
@@ -101,25 +88,27 @@ def test_any_batches_are_served_and_nothing_is_recorded_beyond_the_budget(
 ) -> None:
     """batches: numbers of rows and of steps."""
     graphs, captures = Graphs(cost=1), captures_of(max_rows, budget)
+    begun: set[int] = set()
     with graphs.instead_of_torch():
         step = captures.measured("greedy", graphs.step)
         for count, steps in batches:
             count = min(count, max_rows)
             before, recorded = captures.report(), set(graphs.recorded)
-            begun = {bucket.rows for bucket in before.buckets if bucket.why_not is None}
-            assert begun == graphs.warm
+            seen = {bucket.rows for bucket in before.buckets}
             spent = budget is not None and before.num_bytes >= budget
             rows = min(size for size in captures.sizes if size >= count)
             done = [step(state_of(rows)) for _ in range(steps)]
-            life = ["warm-up", "recorded", *["replayed"] * steps]
-            if rows in begun:
-                life = life[1 + (rows in recorded) :]
-            elif spent:
-                life = ["uncaptured"] * steps
+            life = ["ran", *["replayed"] * steps]
+            if rows in recorded or rows in begun:
+                life = life[1:]
+            elif spent or rows in seen:
+                life = ["ran"] * steps
+            else:
+                begun.add(rows)
             assert done == life[:steps], "the last recording may pass the budget, none may begin beyond it"
     after = captures.report()
-    assert sum(bucket.num_graphs for bucket in after.buckets) == len(graphs.recorded)
-    assert after.num_bytes == max(graphs.warm, default=0) + len(graphs.recorded)
+    assert {bucket.rows for bucket in after.buckets if bucket.is_captured} == graphs.recorded <= begun
+    assert after.num_bytes == max(graphs.recorded, default=0) + len(graphs.recorded)
     assert all(bucket.q_len == K + 1 for bucket in after.buckets)
 
 
@@ -127,45 +116,71 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
     greedy, sampled = Graphs(cost=1), Graphs(cost=1)
     captures = captures_of(8, budget=1)
     for name, graphs, expected in (
-        ("greedy", greedy, ["warm-up", "recorded", "replayed"]),
-        ("sampled", sampled, ["uncaptured"] * 3),
+        ("greedy", greedy, ["ran", "replayed", "replayed"]),
+        ("sampled", sampled, ["ran"] * 3),
     ):
         with graphs.instead_of_torch():
             step = captures.measured(name, graphs.step)
             assert [step(state_of(8)) for _ in range(3)] == expected
 
 
-def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_checked() -> None:
+def test_a_graph_is_replayed_until_it_is_to_be_checked_and_recorded_anew_if_the_step_has_changed() -> None:
     graphs, captures = Graphs(cost=1), captures_of(4, None)
-    graphs.graph = graphs
     other = DecodeState.allocate(4, K, max_pages=1)
     with graphs.instead_of_torch():
         step = captures.measured("greedy", graphs.step)
-        assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]
-        assert step(other) == "replayed", "by torch, which knows that the graph is of another state"
+        assert [step(state_of(4)) for _ in range(3)] == ["ran", "replayed", "replayed"]
+        assert step(other) == "ran", "the graph is of another state"
         assert graphs.num_replays == 2
         before = captures.report()
         captures.check_again()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("the host waits"))
-            assert [step(state_of(4)) for _ in range(2)] == ["replayed", None]
+            assert [step(state_of(4)) for _ in range(2)] == ["ran", "replayed"]
         assert captures.report() == before, "a check costs no more than a call"
-        assert [step(state_of(2)) for _ in range(3)] == ["warm-up", "recorded", None]
+        assert [step(state_of(2)) for _ in range(2)] == ["ran", "replayed"]
         captures.check_again()
-        graphs.recorded.clear()  # as where weights have moved
-        assert [step(state_of(4)) for _ in range(2)] == ["recorded", None]
-    assert graphs.num_replays == 5
+        graphs.code = noted(lambda *inputs: "ran, changed")
+        assert [step(state_of(4)) for _ in range(2)] == ["ran, changed", "replayed"]
+        captures.check_again()
+        assert [step(state_of(4)) for _ in range(2)] == ["ran, changed", "replayed"]
+    assert graphs.num_replays == 6
 
 
-def test_the_graph_of_another_call_is_not_taken_for_that_of_a_call_that_torch_refused() -> None:
-    graphs, captures = Graphs(cost=1), captures_of(4, None)
-    graphs.graph = graphs
-    with graphs.instead_of_torch():
-        greedy = captures.measured("greedy", graphs.step)
-        assert [greedy(state_of(4)) for _ in range(3)] == ["warm-up", "recorded", None]
-        refused = captures.measured("sampled", lambda state: "ran")
-        assert [refused(state_of(4)) for _ in range(4)] == ["ran"] * 4
-    assert captures.report().buckets[1].outcome.startswith("uncaptured: torch recorded no graph")
+def test_a_replay_copies_the_tensors_of_a_call_and_no_state() -> None:
+    graphs, state = Graphs(cost=1), state_of(2)
+    own = torch.zeros(2, 4)
+    recording = Recording(cast("torch.cuda.CUDAGraph", graphs), (state, own), own, [])
+    given = torch.randn(2, 4)
+    assert recording.serves((state, given)) and not recording.serves((state_of(4), given))
+    assert recording.replay((state, given)) is own
+    assert torch.equal(own, given) and graphs.num_replays == 1
+
+
+def test_the_backend_lists_calls_with_the_addresses_of_weights_and_states() -> None:
+    model = one_layer_model(torch.float32)
+    with_new_caches(engine(0, model), 5)
+    decoder = SpeculativeDecoder(model, 0, page_size=4)
+    state, other = (DecodeState.allocate(2, 0, max_pages=2) for _ in range(2))
+    verify = torch.compile(decoder.verify, backend="mla", fullgraph=True)
+
+    def calls(of: DecodeState) -> list[CompiledCall]:
+        with compiled_calls() as found:
+            verify(of)
+        return found
+
+    verify(state)
+    first = calls(state)
+    ((_, addresses),) = first
+    weights = (*model.layers.parameters(), model.embed_tokens.weight, model.lm_head.weight)
+    given = (*weights, caches_of(model)[0], state.num_cached, state.block_table)
+    assert {tensor.data_ptr() for tensor in given} <= set(addresses)
+    assert calls(state) == first
+    assert calls(other) != first, "it is another state"
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    moved = calls(state)
+    assert moved != first and moved[0][0] is first[0][0], "the same code reads weights elsewhere"
+    assert calls(state) == moved
 
 
 def test_a_bucket_whose_call_failed_takes_nothing_of_the_budget() -> None:
@@ -178,17 +193,18 @@ def test_a_bucket_whose_call_failed_takes_nothing_of_the_budget() -> None:
         with pytest.raises(MemoryError):
             captures.measured("greedy", out_of_memory)(state_of(4))
         sampled = captures.measured("sampled", graphs.step)
-        assert [sampled(state_of(1)) for _ in range(2)] == ["warm-up", "recorded"], "the budget is spent"
+        assert [sampled(state_of(1)) for _ in range(2)] == ["ran", "replayed"], "the budget is spent"
 
 
-def test_what_torch_refuses_to_record_is_reported_so() -> None:
+def test_a_step_that_cannot_be_recorded_runs_uncaptured_and_is_reported_so() -> None:
     graphs, captures = Graphs(cost=1, refused=True), captures_of(4, None)
     with graphs.instead_of_torch():
         step = captures.measured("greedy", graphs.step)
-        step(state_of(4))
+        assert step(state_of(4)) == "ran"
         assert "recorded on its next call" in captures.report().buckets[0].outcome
-        step(state_of(4))
-    assert captures.report().buckets[0].outcome.startswith("uncaptured: torch recorded no graph")
+        assert [step(state_of(4)) for _ in range(3)] == ["ran"] * 3
+    expected = "uncaptured: torch recorded no graph: operation not permitted when stream is capturing"
+    assert captures.report().buckets[0].outcome == expected
 
 
 def test_without_cuda_graphs_a_step_is_called_as_it_is() -> None:
@@ -203,31 +219,94 @@ def test_without_cuda_graphs_a_step_is_called_as_it_is() -> None:
 
 def test_the_report_reads_as_a_table() -> None:
     buckets = [
-        Bucket("greedy", 8, 4, num_graphs=2, num_bytes=6 << 20, compile_seconds=31.5, capture_seconds=0.0421),
+        Bucket(
+            "greedy", 8, 4, is_captured=True, num_bytes=6 << 20, compile_seconds=31.5, capture_seconds=0.0421
+        ),
         Bucket("greedy", 4, 4, why_not="the budget is spent"),
         Bucket("mixed, greedy", 8, 4, 640, 2, 1152, why_not="the budget is spent"),
     ]
     assert str(CaptureReport(buckets, 1 << 20, None)).splitlines() == [
-        "step               rows  q_len  prompt  chunks    keys  compile s  capture s  graphs       MiB  "
-        "outcome",
-        "greedy                8      4       0       0       0      31.50      0.042       2       6.0  "
-        "captured",
-        "greedy                4      4       0       0       0       0.00      0.000       0       0.0  "
+        "step               rows  q_len  prompt  chunks    keys  compile s  capture s       MiB  outcome",
+        "greedy                8      4       0       0       0      31.50      0.042       6.0  captured",
+        "greedy                4      4       0       0       0       0.00      0.000       0.0  "
         "uncaptured: the budget is spent",
-        "mixed, greedy         8      4     640       2    1152       0.00      0.000       0       0.0  "
+        "mixed, greedy         8      4     640       2    1152       0.00      0.000       0.0  "
         "uncaptured: the budget is spent",
-        "total                                                       31.50      0.042       2       6.0  "
+        "total                                                       31.50      0.042       6.0  "
         "1 of 3 captured, budget 1.0 MiB",
     ]
 
 
-def test_torch_runs_the_compiled_code_itself_while_recording_is_off() -> None:
-    """It is torch's own wrapper around compiled code; it fails here where it wants to record, as there is no GPU."""
-    graph = cudagraph_trees.cudagraphify_impl(lambda inputs: inputs, [2], (), device_index=0)
-    with recording_cuda_graphs(False):
-        assert graph([2]) == [2]
-    with recording_cuda_graphs(True):
-        assert cudagraph_trees.is_cudagraph_capture_sizes((2,))
+class Replay:
+    """A stand-in for a CUDA graph: it runs the step on the graph's own arguments, and overwrites the graph's result."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        self.step, self.args, self.result = step, args, result
+
+    def replay(self) -> None:
+        for mine, its in zip(tensors(self.result), tensors(self.step(*self.args)), strict=True):
+            mine.copy_(its)
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    if result is None or isinstance(result, torch.Tensor):
+        return [] if result is None else [result]
+    return [tensor for each in result for tensor in tensors(each)]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("lowering")
+def test_requests_of_every_kind_have_their_own_tokens_on_replayed_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside prompts and without them, on graphs of whole steps and of parts, before and after weights move."""
+    model = one_layer_model(torch.float32)
+    replays: list[Replay] = []
+
+    def record(captures: Captures, step: Callable[..., Any], args: tuple[Any, ...]) -> Recording:
+        own = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        written = [*args[0].named().values(), *caches_of(model)]
+        before = [tensor.clone() for tensor in written]
+        with compiled_calls() as calls:
+            result = step(*own)
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+        replays.append(Replay(step, own, result))
+        return Recording(cast("torch.cuda.CUDAGraph", replays[-1]), own, result, calls)
+
+    monkeypatch.setattr(Captures, "record", record)
+    monkeypatch.setattr(capture, "cuda_graph_usage", lambda *_: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(steps, "_why_not_captured", lambda *_: None)
+    monkeypatch.setattr(steps, "EAGER_MIXED_STEPS", 4)
+    settings = {"max_rows": 4, "max_tokens_per_step": 48, "max_model_len": 256}
+    kinds = [{}, {"temperature": 1.0}, {"logprobs": 3}, {"repetition_penalty": 1.3}]
+    prompts = [
+        [1 + (7 * i + j) % 20 for j in range(length)] for i, length in enumerate((3, 90, 4, 17, 1, 40))
+    ]
+
+    def texts(of: Engine) -> list[list[int]]:
+        requests = []
+        for i, prompt in enumerate(prompts):
+            requests.append(of.add(prompt, SamplingParams(**kinds[i % 4], seed=i), max_new_tokens=20))
+            of.step()
+        while of.has_work():
+            of.step()
+        return [request.completion.token_ids for request in requests]
+
+    plain = engine(0, one_layer_model(torch.float32), **settings)
+    mine = engine(2, model, compile=True, **settings)
+    for _ in range(3):
+        expected = texts(plain)
+        before = len(replays)
+        assert [texts(mine) for _ in range(2)] == [expected] * 2
+        assert len(replays) > before
+        for each in (plain, mine):
+            for parameter in each.model.parameters():
+                parameter.data = parameter.data * 0.9
+            each.reset_prefix_cache()
+    steps_captured = {bucket.step for bucket in mine.capture_report().buckets if bucket.is_captured}
+    assert {"sampled", "mixed, sampled", "verify, sampled", "advance, sampled"} <= steps_captured
 
 
 @pytest.mark.long

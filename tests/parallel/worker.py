@@ -39,7 +39,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
     for k in job.get("k", [0, 3]):
         engine = Engine(model, num_speculative_tokens=k, **settings)
         if job.get("warm_up"):
-            engine.warm_up()
+            engine.warm_up(sampling=SamplingParams() if job.get("greedy") else None)
         # Every third prompt begins as another does: pages are shared.
         prompts = [[1 + i % 3, *range(5, 10 + 5 * i)] for i in range(6)]
         # Each kind of sampling compiles a step of its own.
@@ -70,7 +70,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
                 "preempted": stats.num_preemptions,
                 "reused": stats.num_reused_tokens,
                 "bytes": sum(p.nbytes for p in model.parameters()),
-                "graphs": [bucket.num_graphs for bucket in engine.capture_report().buckets],
+                "captured": [bucket.is_captured for bucket in engine.capture_report().buckets],
             }
         )
         if job.get("chooses"):

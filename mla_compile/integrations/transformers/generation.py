@@ -14,7 +14,6 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generate_call import UNDO, GenerateCall
 from mla_compile.speculate.sampling import gumbel_noise
-from mla_compile.torch_internals import share_cuda_graphs
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -66,12 +65,10 @@ class AcceleratedGeneration(GenerationMixin):
 
 
 _LOCK = threading.RLock()
-"""One lock for all accelerated models: streamers run `generate` in threads, which share CUDA graphs."""
+"""One lock for all accelerated models: streamers run `generate` in threads, and graphs share memory."""
 
 
 def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
-    if accelerated.target.device.type == "cuda":
-        share_cuda_graphs()
     engine = accelerated.engine_for(call)
     choice = None if call.processors is None else _ProcessedChoice(call)
     columns = _Columns(call, choice)
