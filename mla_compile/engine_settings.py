@@ -124,10 +124,10 @@ class EngineFields:
             there steps run eagerly while a thread compiles them, once there have been 256. False runs everything
             eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step. Steps with
-            prompts are captured after `warm_up`, or after 16 steps that mix prompts and decode rows. Until then they
-            run eagerly: a few batches need few of them, and compiling them takes as long as compiling the others. They
-            always run eagerly if no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers),
-            and never with `batch_invariant`.
+            prompts are captured after `warm_up`, or after 16 steps that mix prompts and decode rows. Until then the
+            model's forward is eager in them: a few batches need few of them, and compiling it for prompts takes as long
+            as for the others. It always is if no CUDA graphs are recorded (another mode, the CPU, a model with
+            recurrent layers), and never with `batch_invariant`.
         decode_backend: the decode backend of steps, compiled or not; None selects the fastest. The engine rejects one
             that this device or `compile` rules out; the first step rejects one that the model's sizes rule out.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold this many, no further number of rows is

@@ -242,6 +242,7 @@ def as_varying(tensor: torch.Tensor) -> torch.Tensor:
     own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     own.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     mark_varying(own)
+    own._mla_varying = True  # type: ignore[attr-defined]
     return own
 
 
@@ -558,10 +559,8 @@ def noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*inputs: Any) -> Any:
         if (calls := _calls.get()) is not None:
-            # Dynamo marks weights, and `mark_static_address` tensors of the caller.
-            is_static = (getattr(given, "_dynamo_static_input_type", None) for given in inputs)
-            addresses = [x.data_ptr() for x, static in zip(inputs, is_static) if static]
-            calls.append((call, addresses))
+            static = (x for x in inputs if isinstance(x, torch.Tensor) and not hasattr(x, "_mla_varying"))
+            calls.append((call, [x.data_ptr() for x in static]))
         return compiled(*inputs)
 
     return call
@@ -572,7 +571,7 @@ def compiled_calls() -> Iterator[list[CompiledCall]]:
     """Inside the context, each call of code that the backend compiled is appended to the list.
 
     Two calls of a function do the same if their lists are equal: Dynamo's guards chose the same code, and weights,
-    caches and states are where they were.
+    caches and states are where they were. Addresses of tensors from `as_varying` are left out.
     """
     calls: list[CompiledCall] = []
     token = _calls.set(calls)
@@ -580,6 +579,14 @@ def compiled_calls() -> Iterator[list[CompiledCall]]:
         yield calls
     finally:
         _calls.reset(token)
+
+
+def end_recording(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
+    """After an error in a recording: let the allocator and the random generator leave it, which torch leaves out."""
+    with suppress(RuntimeError):  # they have left it, unless the error ended the recording
+        torch._C._cuda_endAllocateToPool(torch.cuda._utils._get_device_index(device), pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), pool, stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
 
 
 def cuda_graph_usage(device: torch.device, pool: object) -> tuple[int, int]:

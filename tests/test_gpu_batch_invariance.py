@@ -9,7 +9,6 @@ from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from mla_compile.ops.reductions.kernels.row_sums import sum_triton
 from mla_compile.testing import check_batch_invariance
-from mla_compile.torch_internals import compile_counters
 from tests.models_for_tests import tiny_model
 from tests.ops import rms_norm, row_sums
 
@@ -53,7 +52,6 @@ def test_requests_of_the_shipped_model_alone_and_in_any_mix(dtype: torch.dtype) 
     report = check_batch_invariance(model, PROMPTS, max_new_tokens=48, rounds=4)
     assert report.num_latents > 1000 and report.num_tokens > 1000
     assert not report.num_different, report
-    assert compile_counters()["cudagraph_skips"] == 0
 
 
 def test_all_kinds_of_sampling_of_a_tiny_model() -> None:

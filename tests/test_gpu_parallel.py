@@ -37,7 +37,7 @@ def test_engines_give_the_same_tokens_on_both_gpus(dtype: str, exact: bool, tmp_
     }
     said = shared(tmp_path, 2, job)
     for one in said:
-        assert any(one["captured"])
+        assert one["captured"] and all(one["captured"])
         assert one["mixed"] > 2 and one["reused"]
         assert bool(one["preempted"]) != exact
     if exact:  # whatever the drafts

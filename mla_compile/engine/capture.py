@@ -1,6 +1,9 @@
 """Captures buckets as CUDA graphs within a byte budget, and measures the first calls of each."""
 
+import functools
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +18,13 @@ from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks
-from mla_compile.torch_internals import CompiledCall, compile_seconds, compiled_calls, cuda_graph_usage
+from mla_compile.torch_internals import (
+    CompiledCall,
+    compile_seconds,
+    compiled_calls,
+    cuda_graph_usage,
+    end_recording,
+)
 
 _Shape = tuple[int, int, int, int]
 """Rows; tokens, chunks and keys of prompts."""
@@ -26,6 +35,9 @@ CALLS_TO_RECORD = 2
 SPENT = "the budget is spent"
 LONG = f"prompts of more than {MAX_KEYS:,} keys, whose kernels take longer than the host does"
 REFUSED = "torch recorded no graph"
+
+_ONE_RECORDS = threading.Lock()
+"""While a thread records, no other one of the process may record or wait for the device."""
 
 
 class Captures:
@@ -50,7 +62,6 @@ class Captures:
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._steps: list[_MeasuredStep] = []
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
 
     def check_again(self) -> None:
         """Make each bucket's next call run the step itself, and find out whether its graph still does the same."""
@@ -73,7 +84,7 @@ class Captures:
         return self._steps[-1]
 
     def why_not_recorded(self, bucket: Bucket) -> str | None:
-        """Why no graph of a bucket is recorded when it is first called; None if one is."""
+        """Why no graph of a bucket may be recorded now; None if one may be."""
         if self.why_not is not None:
             return self.why_not
         if bucket.prompt_keys > MAX_KEYS:
@@ -101,25 +112,33 @@ class Captures:
         Raises:
             RuntimeError: it does what no CUDA graph can hold.
         """
-        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
+            own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
         graph = torch.cuda.CUDAGraph()
         # The outer stream is the current one again, even after an error in a recording.
         with torch.cuda.stream(torch.cuda.current_stream(self.device)), compiled_calls() as calls:
             if self._pool is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self._pool = torch.cuda.graph_pool_handle()
+            stream = _capture_stream(self.device)
             # Each thread needs its own cuBLAS handle, which cannot be created while a graph is recorded.
             torch.cuda.current_blas_handle()
             try:
                 # Other threads, a server's for example, may use the device meanwhile.
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
                     result = step(*own)
             except RuntimeError:
-                self._pool = None  # the allocator accepts no further recording to it
+                end_recording(self.device, self._pool, stream)
                 raise
         return Recording(graph, own, result, calls)
 
     def usage(self) -> tuple[int, int]:
         return (0, 0) if self.why_not else cuda_graph_usage(self.device, self._pool)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines, as cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(device)
 
 
 class Recording(NamedTuple):
@@ -155,6 +174,7 @@ class _MeasuredStep:
     def __init__(self, captures: Captures, name: str, step: Callable[..., Any]) -> None:
         self._captures, self._name, self._step = captures, name, step
         self._warm: set[_Shape] = set()
+        self._num_decisions: Counter[_Shape] = Counter()
         self._recordings: dict[_Shape, Recording] = {}
         self._checked: set[_Shape] = set()
 
@@ -167,8 +187,10 @@ class _MeasuredStep:
             recording = self._recordings[shape]
             return recording.replay(args) if recording.serves(args) else self._step(*args)
         bucket = self._captures.bucket(self._name, shape)
-        if shape not in self._warm:
+        if not bucket.why_not and self._num_decisions[shape] < CALLS_TO_RECORD:  # the same calls on all ranks
+            self._num_decisions[shape] += 1
             bucket.why_not = self._captures.why_not_recorded(bucket)
+        if shape not in self._warm:
             result = self._measure(bucket, self._step, *args)
             self._warm.add(shape)
             return result
@@ -176,10 +198,13 @@ class _MeasuredStep:
             return self._step(*args)
         if shape in self._recordings:
             return self._check(shape, args)
+        seconds = compile_seconds()
         try:
             self._recordings[shape] = self._measure(bucket, self._captures.record, self._step, args)
         except RuntimeError as error:
-            bucket.why_not = f"{REFUSED}: {str(error).splitlines()[0]}"
+            if compile_seconds() == seconds:  # else the next call records what is compiled now
+                cause = str(error.__context__ or error)
+                bucket.why_not, bucket.is_captured = f"{REFUSED}: {cause.splitlines()[0]}", False
             return self._step(*args)
         self._checked.add(shape)
         return self._recordings[shape].replay(args)
@@ -199,6 +224,10 @@ class _MeasuredStep:
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add its time and memory to the bucket's sums."""
+        with _ONE_RECORDS:
+            return self._measure_alone(bucket, call, *args)
+
+    def _measure_alone(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         before, is_recording = self._read(), call != self._step
         kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
         what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
@@ -210,7 +239,7 @@ class _MeasuredStep:
             bucket.capture_seconds += seconds - compiling
         if is_recording:
             bucket.is_captured = True
-            bucket.num_bytes += max(0, int(pool)) + max(0, int(driver))
+            bucket.num_bytes = max(bucket.num_bytes, max(0, int(pool)) + max(0, int(driver)))
         return result
 
     def _read(self) -> tuple[float, float, int, int]:

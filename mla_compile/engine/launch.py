@@ -14,6 +14,7 @@ from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.steps import Steps
+from mla_compile.engine.weights import Weights
 from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import MAX_LOGPROBS
 from mla_compile.speculate import (
@@ -71,6 +72,7 @@ class Launcher:
         }
         self.steps = Steps(model, config, decoders, ranks)
         self.has_not_chosen = False
+        self._weights = Weights(model if self.steps.captures else None)
         self.rows = Rows(self.steps.state_for, pages_per_grant=config.pages_per_grant, device=model.device)
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
 
@@ -82,8 +84,8 @@ class Launcher:
         """
         steps, rows, sampled = self.steps, self.rows, plan.sampled
         self.has_not_chosen = False
-        if len(rows) == len(plan.removed):  # the engine was idle
-            steps.check_again()
+        if plan.admitted and (self._weights.have_changed() or len(rows) == len(plan.removed)):
+            steps.check_again()  # also in an idle engine, as `Weights` does not notice all changes of modules
         steps.num_mixed += bool(plan.decodes and plan.chunks)
         state = rows.prepare(plan)
         chunks = [

@@ -48,6 +48,7 @@ class Steps:
 
     decoders: greedy (False) and sampled (True).
     pads: whether prompts are padded to a few sizes, each of which is captured.
+    captures: whether CUDA graphs are recorded.
     compiles_in_background: whether steps run eagerly until a thread has compiled them.
     num_mixed: steps with decode rows and prompts so far. warms_prompts: whether steps with prompts are warmed up.
     around: for debugging, wraps the call of each whole step; it gets the call and its decoder, which runs it eagerly.
@@ -68,6 +69,8 @@ class Steps:
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
         self.num_mixed, self.warms_prompts = 0, False
+        self.captures = why_not is None
+        self._steps = {sampled: partial(self._step, sampled) for sampled in decoders}
         self._captures = Captures(config, model.device, why_not, ranks)
         self.sizes, self.check_again = self._captures.sizes, self._captures.check_again
         self._measured: dict[str, Callable[..., Any]] = {}
@@ -86,7 +89,7 @@ class Steps:
 
     def whole(self, *, sampled: bool, prompts: bool) -> StepCall:
         """A step without the host between its parts."""
-        step: StepCall = partial(self._step, sampled)
+        step: StepCall = self._steps[sampled]
         if not prompts:
             step = self._capturing(_kind(sampled), step)
         elif self.compiles_prompts:

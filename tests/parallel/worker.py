@@ -70,7 +70,11 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
                 "preempted": stats.num_preemptions,
                 "reused": stats.num_reused_tokens,
                 "bytes": sum(p.nbytes for p in model.parameters()),
-                "captured": [bucket.is_captured for bucket in engine.capture_report().buckets],
+                "captured": [
+                    bucket.is_captured
+                    for bucket in engine.capture_report().buckets
+                    if not bucket.prompt_tokens
+                ],
             }
         )
         if job.get("chooses"):

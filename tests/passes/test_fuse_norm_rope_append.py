@@ -460,4 +460,4 @@ def test_captured_steps_on_a_gpu_are_fused_and_give_the_tokens_of_plain_decoding
     assert [c.token_ids for c in captured] == [c.token_ids for c in expected]
     messages = logged("fuse_norm_rope_append")
     assert len(messages) >= 4 and all(message.startswith("fused: ") for message in messages)
-    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}, "few steps with prompts run eagerly"
+    assert compile_counters()["graphs"] == 3, "a step's parts; the target's forward of prompts runs eagerly"

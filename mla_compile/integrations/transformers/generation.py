@@ -65,7 +65,7 @@ class AcceleratedGeneration(GenerationMixin):
 
 
 _LOCK = threading.RLock()
-"""One lock for all accelerated models: streamers run `generate` in threads, and graphs share memory."""
+"""One lock for all accelerated models: streamers run `generate` in threads, and an engine serves one at a time."""
 
 
 def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
