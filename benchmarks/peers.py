@@ -266,13 +266,10 @@ def serve(
 def write_checkpoint(directory: Path, job: Job) -> None:
     """Unless it is there."""
     if not (directory / "config.json").exists():
-        sizes = [f"{name}={size}" for name, size in TINY.items() if name != "num_hidden_layers"]
-        options = [
-            "--layers",
-            str(job.settings["num_hidden_layers"]),
-            *(["--set", *sizes] if job.tiny else []),
-        ]
-        subprocess.run(module_command("benchmarks.random_checkpoint", str(directory), *options), check=True)
+        options = [str(directory), "--layers", str(job.settings["num_hidden_layers"])]
+        if job.tiny:
+            options += ["--set", *(f"{name}={TINY[name]}" for name in TINY.keys() - {"num_hidden_layers"})]
+        subprocess.run(module_command("benchmarks.random_checkpoint", *options), check=True)
 
 
 async def under_load(
@@ -360,6 +357,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # vLLM's threads may not end
+    os.environ |= vllm_engine.ENVIRONMENT
     report = {"layers": args.layers or 47, "context": CONTEXT, "tiny": args.tiny, "rows": []}
     report, failed = with_known_rows(report, args.output), []
     with tempfile.TemporaryDirectory() as folder:

@@ -737,14 +737,8 @@ PEERS = {
 def peers() -> str:
     """Steps, prompts and servers beside vLLM's."""
     rows = result("peers")["rows"]
-    machines = {(row["device"], row["torch"], row["system"], row["version"]) for row in rows}
-    text = sentences(
-        "; ".join(
-            f"{system} {version} with torch {torch} on {device}"
-            for device, torch, system, version in sorted(machines)
-        )
-        + "."
-    )
+    machines = {(row["device"], f"torch {row['torch']}", f"{row['system']} {row['version']}") for row in rows}
+    text = sentences("; ".join(", ".join(machine) for machine in sorted(machines)) + ".")
     for part, names in PEERS.items():
         cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
         for row in rows:
@@ -870,7 +864,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "figures": figures,
     "fp8_step": fp8_step,
-    "peers": peers,
+    **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,

@@ -31,7 +31,8 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""It needs no network. The server's engine is a process of its own, which must not inherit CUDA's state."""
+"""Of all processes, before they import anything: vLLM needs no network, and its server's engine, a process of its own,
+does not inherit CUDA's state."""
 FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -106,7 +107,7 @@ class VllmEngine:
         max_len: int,
         step_tokens: int,
     ) -> None:
-        os.environ |= ENVIRONMENT | ({} if runner is None else {RUNNER: runner})
+        os.environ |= {} if runner is None else {RUNNER: runner}
         import vllm
 
         patch_dummy_weights()
@@ -178,7 +179,7 @@ def server(
     entry = "random_weights = benchmarks.vllm_engine:patch_dummy_weights"
     (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
     paths = [str(folder), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | ENVIRONMENT | ({} if runner is None else {RUNNER: runner})
+    environment = os.environ | ({} if runner is None else {RUNNER: runner})
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *switches]
     command += [str(part) for flag in flags.items() for part in flag]
     return command, environment | {"PYTHONPATH": os.pathsep.join(paths)}
