@@ -738,7 +738,11 @@ def peers() -> str:
     """Steps, prompts and servers beside vLLM's."""
     rows = result("peers")["rows"]
     machines = {(row["device"], f"torch {row['torch']}", f"{row['system']} {row['version']}") for row in rows}
-    text = sentences("; ".join(", ".join(machine) for machine in sorted(machines)) + ".")
+    text = sentences(
+        "; ".join(", ".join(machine) for machine in sorted(machines))
+        + ". Checks of the same work: tokens of a row "
+        "and step (steps) or of all prompts in a step, and experts of a layer that a step's tokens choose."
+    )
     for part, names in PEERS.items():
         cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
         for row in rows:

@@ -80,13 +80,11 @@ def draw(model: nn.Module) -> None:
         elif tensor.dim() == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            std = (
-                1.0 if "embed_tokens" in name else STD if tensor.dtype == DTYPE else tensor.shape[-1] ** -0.5
-            )
+            std = STD if tensor.dtype == DTYPE else tensor.shape[-1] ** -0.5
+            std = 1.0 if "embed_tokens" in name else std
             for matrix in tensor if tensor.dim() == 3 else [tensor]:
-                matrix.copy_(
-                    torch.empty(matrix.shape, device=matrix.device).normal_(0, std, generator=generator)
-                )
+                drawn = torch.empty(matrix.shape, device=matrix.device)
+                matrix.copy_(drawn.normal_(0, std, generator=generator))
 
 
 class VllmEngine:
