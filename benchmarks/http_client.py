@@ -67,7 +67,8 @@ class Connection:
         Raises:
             RuntimeError: the server refuses. asyncio.IncompleteReadError: it hangs up before the end.
         """
-        await self.send("POST", "/v1/completions", json.dumps(body | {"stream": True}).encode())
+        as_json = {"Content-Type": "application/json"}
+        await self.send("POST", "/v1/completions", json.dumps(body | {"stream": True}).encode(), **as_json)
         status, headers = await self.head()
         if status != 200:
             raise RuntimeError(f"status {status}: {(await self.body(headers)).decode()}")

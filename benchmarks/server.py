@@ -71,10 +71,8 @@ def prompts_of(model: Path, count: int, length: int) -> list[list[int]]:
 
 
 @contextmanager
-def server(args: argparse.Namespace, max_model_len: int) -> Iterator[str]:
-    """Its URL, once it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def server(args: argparse.Namespace, max_model_len: int, extra: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of `mla-compile serve`, once it is ready. extra: more of its flags."""
     flags = {
         "--model": args.model,
         "--served-model-name": "served",
@@ -83,7 +81,6 @@ def server(args: argparse.Namespace, max_model_len: int) -> Iterator[str]:
         "--num-speculative-tokens": args.k,
         "--max-rows": max(args.streams),
         "--max-model-len": max_model_len,
-        "--port": port,
     }
     command = [
         sys.executable,
@@ -91,13 +88,23 @@ def server(args: argparse.Namespace, max_model_len: int) -> Iterator[str]:
         "from mla_compile.cli import main; main()",
         "serve",
         "--no-prefix-caching",
+        *extra,
     ]
     command += [] if args.compile else ["--no-compile"]
     command += [str(part) for flag in flags.items() for part in flag]
-    process = subprocess.Popen(command)
+    with started(command, "/ready") as url:
+        yield url
+
+
+@contextmanager
+def started(command: Sequence[str], ready: str, environment: dict[str, str] | None = None) -> Iterator[str]:
+    """The URL of a server that a command starts, which gets a `--port`. ready: a path that answers once it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*command, "--port", str(port)], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        while not _is_ready(url):
+        while not _is_ready(url, ready):
             if process.poll() is not None:
                 sys.exit(f"the server has ended with status {process.returncode}")
             time.sleep(0.2)
@@ -107,9 +114,9 @@ def server(args: argparse.Namespace, max_model_len: int) -> Iterator[str]:
         process.wait()
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(url: str, path: str) -> bool:
     try:
-        return asyncio.run(ask(url, "GET", "/ready")).status == 200
+        return asyncio.run(ask(url, "GET", path)).status == 200
     except OSError:
         return False
 

@@ -715,6 +715,54 @@ def fp8_step() -> str:
     )
 
 
+PEERS = {
+    "steps": {
+        "ms_per_step": "ms a step",
+        "floor_ms": "floor",
+        "tokens_per_step": "tokens",
+        "experts": "experts",
+    },
+    "prompts": {"ms": "ms", "first_ms": "first", "tokens_per_step": "tokens", "experts": "experts"},
+    "servers": {
+        "tokens_per_s": "tokens/s",
+        "first_token_p50_ms": "first token, p50",
+        "first_token_p99_ms": "p99",
+        "p50_ms": "between tokens, p50",
+        "p99_ms": "p99",
+    },
+}
+"""Of `benchmarks.peers`: each part's figures in words; the first one is compared."""
+
+
+def peers() -> str:
+    """Steps, prompts and servers beside vLLM's."""
+    rows = result("peers")["rows"]
+    machines = {(row["device"], f"torch {row['torch']}", f"{row['system']} {row['version']}") for row in rows}
+    text = sentences(
+        "; ".join(", ".join(machine) for machine in sorted(machines))
+        + ". Checks of the same work: tokens of a row "
+        "and step (steps) or of all prompts in a step, and experts of a layer that a step's tokens choose."
+    )
+    for part, names in PEERS.items():
+        cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+        for row in rows:
+            if row["part"] == part:
+                cells.setdefault((row["weights"], row["drafts"], row["rows"]), {})[row["system"]] = row
+        if not cells:
+            continue
+        figure, lines = next(iter(names)), []
+        for (weights, drafts, count), of in sorted(cells.items()):
+            ratio = of["vllm"][figure] / of["ours"][figure] if len(of) == 2 else None
+            ahead = None if ratio is None else 1 / ratio if part == "servers" else ratio
+            both = (of.get(system, {}).get(name) for system in ("vllm", "ours") for name in names)
+            lines.append((WEIGHTS[weights], drafts, count, fixed(ahead, 2), *both))
+        heads = [f"{system}: {name}" for system in ("vLLM", "ours") for name in names.values()]
+        text += f"\n{part.capitalize()}:\n" + table(
+            ["weights", "drafts", "rows", "ours is faster, times", *heads], lines
+        )
+    return text
+
+
 def layer(name: str) -> str:
     """A layer of a decode step: whole, by its kernels, and without each pass."""
     report = result(name)
@@ -820,6 +868,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "figures": figures,
     "fp8_step": fp8_step,
+    **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import loading, random_checkpoint, tables, transformers_generate
+from benchmarks import loading, peers, random_checkpoint, tables, transformers_generate
 from benchmarks.processes import ProcessFailed, run
 from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row
@@ -119,3 +120,44 @@ def test_two_processes_that_share_a_model_are_measured(
     assert tables.tensor_parallel_steps().count("DeepSeek-V2's, 2 layers, FP8") == 2
     assert tables.tensor_parallel_memory().count("\n| ") == 1 + 1 + len(engines)
     assert "In 2 of 2 engines on two GPUs both" in tables.tensor_parallel_tokens()
+
+
+@pytest.mark.long
+def test_steps_and_prompts_are_measured_with_checks_of_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # uncompiled is enough for the rows
+    file = tmp_path / "peers.json"
+    for options in ("--part steps --drafts 1", "--part prompts"):
+        options += f" --systems ours --weights fp8 --tiny --layers 2 --rows 1 2 --output {file}"
+        command = [sys.executable, "-m", "benchmarks.peers", *options.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    *of_steps, alone, both = json.loads(file.read_text())["rows"]
+    assert len(of_steps) == 2 and [alone["tokens_per_step"], both["tokens_per_step"]] == [40, 80]
+    for row in of_steps:
+        assert 0 < row["floor_ms"] < row["ms_per_step"] and 1 <= row["tokens_per_step"] <= 2
+        assert 2 <= row["experts"] <= min(4 * row["rows"], 8), "2 of 8 experts for a token, 2 tokens a row"
+    assert alone["experts"] == 8
+    vllm = [row | {"system": "vllm", "ms_per_step": 3 * row["ms_per_step"]} for row in of_steps]
+    monkeypatch.setattr(tables, "result", lambda name: {"rows": [*of_steps, *vllm, both]})
+    assert tables.peers().count("| 3.00 |") == 2 and "| FP8 | 0 | 2 | - | - |" in tables.peers()
+
+
+def test_the_faster_runner_is_kept_with_the_figure_of_the_other() -> None:
+    report: dict[str, Any] = {"rows": []}
+    row = {"part": "steps", "system": "vllm", "weights": "fp8", "drafts": 3, "rows": 8}
+    slow, fast = row | {"runner": "0", "ms_per_step": 2.0}, row | {"runner": "1", "ms_per_step": 1.0}
+    for first, second in ((slow, fast), (fast, slow)):
+        peers.keep(report, None, dict(second), peers.keep(report, None, dict(first), None))
+        assert report["rows"] == [fast | {"other_runner": {"ms_per_step": 2.0, "runner": "0"}}]
+
+
+def test_a_vllm_that_is_not_installed_is_an_error_that_names_the_argument(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["peers", "--systems", "ours", "vllm"])
+    with pytest.raises(SystemExit):
+        peers.main()
+    assert "--systems: expected an installed vllm, got none; install it" in capsys.readouterr().err

@@ -1,0 +1,385 @@
+"""An installed vLLM and this package in turn: the same shape, prompts and checks, on the same card.
+
+    python -m benchmarks.peers --part steps --drafts 0 3 --output benchmarks/results/peers.json
+    python -m benchmarks.peers --part prompts --rows 32 64 128 256 --output benchmarks/results/peers.json
+    python -m benchmarks.peers --part servers --weights fp8 --drafts 0 3 --rows 8 32 128 \
+        --checkpoint /dev/shm/glm --output benchmarks/results/peers.json
+
+GLM-4.7-Flash's shape, 47 layers and the MTP layer, random weights with variance 1 / fan-in. Each system, kind of
+weights and number of drafts runs in a process of its own, one after the other, and the output has one row for each of
+these and each number of rows: a run replaces the rows that it measures. With drafts vLLM runs with each of its two
+model runners; the row is of the faster one ("0" for V1, "1" for V2) and has the other's figure.
+
+`steps`: about 1,000 tokens a row. `ms_per_step` is the median time between the results of two steps in which all rows
+decode; the floor is that of `benchmarks.fp8_step`. `prompts`: 984 tokens a row, at most 16,384 tokens a step. `ms` is
+the time until all rows have their first token, the median of all repetitions after `first_ms`; our engine runs after
+`warm_up`. Checks: `tokens_per_step`, of a row (steps) or of all prompts, and `experts`, how many experts of a layer
+the tokens of a step choose (mean over layers). They are counted after the timed steps, for the last tokens of the texts
+that these wrote, one a row and one for each draft, or for the prompts of one step.
+
+`servers`: vLLM's OpenAI server and `mla-compile serve`. Each of `--rows` streams begins at random and sends its next
+request after the answer to the last one: 200 to 4,000 token ids, 256 new tokens. Tokens/s, and p50 and p99 of the time
+between tokens and to the first one. Our server loads a checkpoint of 62 GB, which is written to `--checkpoint` if it is
+not there, and writes text; vLLM's has no tokenizer.
+
+vLLM has to be installed (0.26 is the newest for torch 2.11). Nothing needs a network.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import mla_compile
+from benchmarks import vllm_engine
+from benchmarks.fp8_step import CONTEXT, PAGE_SIZE, prompts_of
+from benchmarks.http_client import Connection, connected
+from benchmarks.processes import ProcessFailed, meet, module_command, run, send_row
+from benchmarks.random_weights import TINY, Weights, meta_model_of, random_model, settings_of
+from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.server import server, started
+from benchmarks.serving import figures
+from benchmarks.transformers_generate import DEVICE, floor_bytes, read_bandwidth
+from mla_compile import Engine, MLABatch, SamplingParams, prefill_segment
+
+FIGURES = {"steps": "ms_per_step", "prompts": "ms", "servers": "tokens_per_s"}
+"""The figure of each part that tells the faster runner."""
+KEYS = ("part", "system", "weights", "drafts", "rows")
+"""They identify a row of the output."""
+STEP_TOKENS, PROMPT_LEN, TINY_LEN = 16_384, 984, 40
+WARM_UP, NEW_TOKENS, LEAST_STEPS = 8, 72, 8
+REPETITIONS = 6
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures. runner: of vLLM's model, see `benchmarks.vllm_engine`."""
+
+    part: str
+    system: str
+    weights: Weights
+    drafts: int
+    rows: list[int]
+    layers: int | None
+    tiny: bool
+    runner: str | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_of("glm", self.layers, tiny=self.tiny)
+
+    def row(self, rows: int, found: dict[str, Any]) -> dict[str, Any]:
+        """A row of the output, with the machine."""
+        machine = {
+            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
+            "torch": torch.__version__,
+            "version": vllm_engine.version() if self.system == "vllm" else mla_compile.__version__,
+        }
+        runner = {} if self.runner is None else {"runner": self.runner}
+        return {key: getattr(self, key) for key in KEYS} | {"rows": rows} | runner | found | machine
+
+
+class OurEngine:
+    """This package's engine. Prompts of the part `steps`, which are not timed, run eagerly."""
+
+    def __init__(self, job: Job, max_len: int) -> None:
+        self._model = random_model(job.settings, job.weights, mtp=job.drafts > 0, device=DEVICE)
+        eager = patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False)
+        with eager if job.part == "steps" else nullcontext():
+            self._engine = Engine(
+                self._model,
+                num_speculative_tokens=job.drafts,
+                max_rows=max(job.rows),
+                max_model_len=max_len,
+                max_tokens_per_step=STEP_TOKENS,
+                page_size=PAGE_SIZE,
+                prefix_caching=False,
+            )
+        if job.part == "prompts":
+            self._engine.warm_up()
+
+    def run(self, prompts: Sequence[list[int]], new_tokens: int) -> Iterator[list[list[int]]]:
+        """As `VllmEngine.run`."""
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        requests = [self._engine.add(prompt, params) for prompt in prompts]
+        while self._engine.has_work():
+            self._engine.step()
+            yield [request.completion.token_ids for request in requests]
+
+    def routed(self, text: list[int]) -> list[Tensor]:
+        """As `VllmEngine.routed`; it runs eagerly, in pages of the idle engine."""
+        found: list[Tensor] = []
+        gates = [layer.mlp.gate for layer in self._model.layers if hasattr(layer.mlp, "gate")]
+        hooks = [gate.register_forward_hook(lambda *args: found.append(args[-1][1].cpu())) for gate in gates]
+        pages = torch.arange(1, 1 + -(-len(text) // PAGE_SIZE), dtype=torch.int32, device=DEVICE)
+        segment, positions = prefill_segment([len(text)], [0], pages[None], page_size=PAGE_SIZE)
+        with torch.no_grad():
+            self._model(torch.tensor(text, device=DEVICE), positions, MLABatch(prefill=segment))
+        for hook in hooks:
+            hook.remove()
+        return found
+
+
+System = OurEngine | vllm_engine.VllmEngine
+
+
+def steps(system: System, prompts: list[list[int]], drafts: int) -> dict[str, float]:
+    """Figures of the steps in which all rows decode."""
+    for _ in range(2):  # compiles and captures
+        list(system.run(prompts, WARM_UP))
+    known, texts, results = [0] * len(prompts), list[list[int]](), list[tuple[float, int]]()
+    for texts in system.run(prompts, NEW_TOKENS):
+        now, lengths = time.perf_counter(), [len(text) for text in texts]
+        if all(new > old for new, old in zip(lengths, known, strict=True)):
+            results.append((now, sum(lengths)))
+        known = lengths
+    if len(results) < LEAST_STEPS:
+        raise RuntimeError(f"all of {len(prompts)} rows decoded in {len(results)} steps: too little memory?")
+    times = [after - before for (before, _), (after, _) in itertools.pairwise(results)]
+    tokens = (results[-1][1] - results[0][1]) / len(times) / len(prompts)
+    whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    return {
+        "ms_per_step": round(statistics.median(times) * 1e3, 3),
+        "tokens_per_step": round(tokens, 2),
+        "experts": experts(system, whole, 1 + drafts),
+    }
+
+
+def first_tokens(system: System, prompts: list[list[int]]) -> dict[str, float]:
+    """Figures of the time until all rows have their first token."""
+    times, length, num_steps = [], len(prompts[0]), 0
+    for _ in range(REPETITIONS):
+        began, elapsed, counts = time.perf_counter(), 0.0, set[int]()
+        for texts in system.run(prompts, NEW_TOKENS):
+            if not elapsed:
+                counts.add(sum(map(len, texts)))
+                elapsed = all(texts) * (time.perf_counter() - began)
+        times.append(elapsed * 1e3)
+        num_steps = len(counts - {0})
+    return {
+        "first_ms": round(times[0], 1),
+        "ms": round(statistics.median(times[1:]), 1),
+        "tokens_per_step": round(len(prompts) * length / num_steps),
+        "experts": experts(system, prompts[: STEP_TOKENS // length], length),
+    }
+
+
+def experts(system: System, texts: Sequence[list[int]], last: int) -> float:
+    """How many experts of a layer the `last` tokens of the texts choose, the mean over layers."""
+    layers = zip(*(system.routed(text) for text in texts), strict=True)
+    chosen = [{expert for ids in layer for expert in ids[-last:].flatten().tolist()} for layer in layers]
+    return round(statistics.mean(map(len, chosen)), 1)
+
+
+def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
+    """Measure in this process. take: is called with each row."""
+    model = meta_model_of(job.settings, job.weights, mtp=job.drafts > 0)
+    bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
+    torch.cuda.empty_cache()
+    length = TINY_LEN if job.tiny else CONTEXT if job.part == "steps" else PROMPT_LEN
+    max_len = length + NEW_TOKENS + 8
+    with tempfile.TemporaryDirectory() as folder:
+        if job.system == "vllm":
+            vllm_engine.write_config(Path(folder), job.settings, job.weights)
+            sizes = job.drafts, job.runner, job.rows, max_len, STEP_TOKENS
+            system: System = vllm_engine.VllmEngine(Path(folder), *sizes)
+        else:
+            system = OurEngine(job, max_len)
+        for rows in job.rows:
+            prompts = [prompt[:length] for prompt in prompts_of(model, rows)]
+            if job.part == "steps":
+                floor = floor_bytes(model, rows, length, drafts=job.drafts) / bandwidth
+                found = {"floor_ms": round(floor * 1e3, 3)} | steps(system, prompts, job.drafts)
+            else:
+                found = first_tokens(system, prompts)
+            take(job.row(rows, found))
+
+
+# --- servers
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a stream, which begins within `delay_s`, and the least and most tokens of their prompts."""
+
+    lengths: tuple[int, int]
+    new_tokens: int
+    delay_s: float
+    requests: int
+
+    def streams(self, rows: int, vocab_size: int) -> list[tuple[float, list[list[int]]]]:
+        """The delay of each stream, and its prompts."""
+        draw = random.Random(rows)
+        ids = range(1, vocab_size)
+        prompts = [draw.choices(ids, k=draw.randint(*self.lengths)) for _ in range(rows * self.requests)]
+        return [(draw.uniform(0, self.delay_s), prompts[i::rows]) for i in range(rows)]
+
+
+LOAD, TINY_LOAD = Load((200, 4000), 256, 4.0, 4), Load((8, 40), 8, 0.2, 2)
+
+
+def serve(
+    job: Job, checkpoint: Path, step_tokens: int | None, take: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure a server. take: is called with each row."""
+    load = TINY_LOAD if job.tiny else LOAD
+    most, max_len = max(job.rows), load.lengths[1] + load.new_tokens + 16
+    body = {"model": "served", "temperature": 0, "max_tokens": load.new_tokens, "ignore_eos": True}
+    with tempfile.TemporaryDirectory() as folder:
+        if job.system == "vllm":
+            vllm_engine.write_config(Path(folder), job.settings, job.weights)
+            sizes = job.drafts, job.runner, most, max_len, step_tokens
+            command, environment = vllm_engine.server(Path(folder), *sizes)
+            running = started(command, "/health", environment)
+            body["return_token_ids"] = True  # or an event without text would not tell its tokens
+        else:
+            write_checkpoint(checkpoint, job)
+            settings = {"device": DEVICE, "dtype": "bfloat16", "k": job.drafts, "compile": not job.tiny}
+            flags = ["--quantize", "fp8"] if job.weights == "fp8" else []
+            flags += ["--max-tokens-per-step", str(step_tokens)] if step_tokens else []
+            running = server(argparse.Namespace(model=checkpoint, streams=[most], **settings), max_len, flags)
+            body["draft_positions"] = True  # as above
+        with running as url:
+            for rows in job.rows:
+                streams = load.streams(rows, job.settings["vocab_size"])
+                asyncio.run(under_load(url, [(0.0, prompts[:1]) for _, prompts in streams], body))
+                take(job.row(rows, asyncio.run(under_load(url, streams, body))))
+
+
+def write_checkpoint(directory: Path, job: Job) -> None:
+    """Unless it is there."""
+    if not (directory / "config.json").exists():
+        options = [str(directory), "--layers", str(job.settings["num_hidden_layers"])]
+        if job.tiny:
+            options += ["--set", *(f"{name}={TINY[name]}" for name in TINY.keys() - {"num_hidden_layers"})]
+        subprocess.run(module_command("benchmarks.random_checkpoint", *options), check=True)
+
+
+async def under_load(
+    url: str, streams: Sequence[tuple[float, list[list[int]]]], body: dict[str, Any]
+) -> dict[str, float]:
+    """Figures of streams that send their prompts one after another."""
+
+    async def answered(connection: Connection, prompt: list[int]) -> list[float]:
+        """The times of the request, and of each event with tokens."""
+        asked_at, times, events = time.perf_counter(), list[float](), list[bytes]()
+        async for event in connection.stream(body | {"prompt": prompt}):
+            times.append(time.perf_counter())
+            events.append(event)
+        counts = list(map(num_tokens, events))
+        if sum(counts) != body["max_tokens"]:
+            raise RuntimeError(f"an answer of {sum(counts)} tokens, which ends with {events[-2:]}")
+        return [asked_at, *itertools.compress(times, counts)]
+
+    async def stream(delay: float, prompts: list[list[int]]) -> list[list[float]]:
+        await asyncio.sleep(delay)
+        async with connected(url) as connection:
+            return [await answered(connection, prompt) for prompt in prompts]
+
+    of_streams = await asyncio.gather(*(stream(*each) for each in streams))
+    answers = list(itertools.chain.from_iterable(of_streams))
+    seconds = max(times[-1] for times in answers) - min(times[0] for times in answers)
+    gaps = [after - before for times in answers for before, after in itertools.pairwise(times[1:])]
+    first = figures([times[1] - times[0] for times in answers], len(answers), seconds)
+    return figures(gaps, len(answers) * body["max_tokens"], seconds) | {
+        "first_token_p50_ms": first["p50_ms"],
+        "first_token_p99_ms": first["p99_ms"],
+    }
+
+
+def num_tokens(event: bytes) -> int:
+    choices = [] if event == b"[DONE]" else json.loads(event).get("choices", [])
+    return sum(len(choice.get("token_ids") or ()) for choice in choices)
+
+
+# --- the command
+
+
+def keep(
+    report: dict[str, Any], output: Path | None, row: dict[str, Any], other: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Replace a row by the faster one of two, which gets the figure of the other; returns it."""
+    figure = FIGURES[row["part"]]
+    if other is not None:
+        is_faster = (row[figure] > other[figure]) == (figure == "tokens_per_s")
+        row, other = (row, other) if is_faster else (other, row)
+        row |= {"other_runner": {figure: other[figure], "runner": other["runner"]}}
+    drop_rows(report, {key: row[key] for key in KEYS})
+    add_row(report, row, output)
+    return row
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, systems, kinds = parser.add_argument, ["vllm", "ours"], get_args(Weights)
+    add("--part", choices=list(FIGURES), default="steps")
+    add("--systems", nargs="+", choices=systems, default=systems)
+    add("--weights", nargs="+", choices=kinds, default=kinds)
+    add("--drafts", type=int, nargs="+", default=[0])
+    add("--rows", type=int, nargs="+", default=[1, 8, 32])
+    add("--layers", type=int, help="instead of the shape's 47")
+    add("--tiny", action="store_true", help="a small shape and short texts, for our side on a CPU")
+    add("--checkpoint", type=Path, help="of our server; by default a temporary directory")
+    add("--tokens-per-step", type=int, help="of both servers, instead of their own defaults")
+    add("--output", type=Path, help="its other rows are kept")
+    add("--process", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if "vllm" in args.systems and find_spec("vllm") is None:
+        hint = "install it in this environment, or use --systems ours"
+        parser.error(f"--systems: expected an installed vllm, got none; {hint}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if args.process is not None:
+        store = meet(args.process[1])
+        process(Job(**json.loads(args.process[0])), lambda row: send_row(store, row))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # vLLM's threads may not end
+    os.environ |= vllm_engine.ENVIRONMENT
+    report = {"layers": args.layers or 47, "context": CONTEXT, "tiny": args.tiny, "rows": []}
+    report, failed = with_known_rows(report, args.output), []
+    with tempfile.TemporaryDirectory() as folder:
+        for system, weights, drafts in itertools.product(args.systems, args.weights, args.drafts):
+            best: dict[int, dict[str, Any]] = {}
+
+            def take(row: dict[str, Any], best: dict[int, dict[str, Any]] = best) -> None:
+                best[row["rows"]] = keep(report, args.output, row, best.get(row["rows"]))
+
+            for runner in ("0", "1") if system == "vllm" and drafts else (None,):
+                job = Job(args.part, system, weights, drafts, args.rows, args.layers, args.tiny, runner)
+                try:
+                    if args.part == "servers":
+                        serve(job, args.checkpoint or Path(folder), args.tokens_per_step, take)
+                    else:
+                        command = module_command("benchmarks.peers", "--systems", system, "--process")
+                        run([[*command, json.dumps(asdict(job))]], take)
+                except (ProcessFailed, SystemExit) as error:
+                    failed.append(f"{job}: {error}")
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()
