@@ -5,7 +5,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from mla_compile.engine.buckets import Bucket, CaptureReport, row_sizes
 from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.attention.segments import MAX_KEYS
-from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks
 from mla_compile.torch_internals import (
@@ -229,10 +227,7 @@ class _MeasuredStep:
 
     def _measure_alone(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         before, is_recording = self._read(), call != self._step
-        kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
-        what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
-        with nullcontext() if is_recording else announce_if_slow(what):
-            result = call(*args)
+        result = call(*args)
         seconds, compiling, pool, driver = (after - b for after, b in zip(self._read(), before))
         bucket.compile_seconds += compiling
         if bucket.why_not is None:

@@ -13,6 +13,7 @@ from mla_compile.engine.background import run_in_background
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import Captures
 from mla_compile.engine.config import FittedConfig
+from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, SpeculativeDecoder
 from mla_compile.torch_internals import as_varying, eager_until_compiled, with_own_code
@@ -176,8 +177,18 @@ class Steps:
             own, options = with_own_code(method), self._config.compile_options
             compiled = torch.compile(own, backend="mla", fullgraph=True, options=options)
             self._compiled[name] = compiled
-            self._calls[name] = eager_until_compiled(compiled) if self.compiles_in_background else compiled
+            background = self.compiles_in_background
+            first = eager_until_compiled(compiled) if background else partial(self._compile, name, compiled)
+            self._calls[name] = first
         return self._calls[name]
+
+    def _compile(self, name: str, compiled: Callable[..., Any], *args: Any) -> Any:
+        """The first call of compiled code."""
+        kind = f"{name}, drafts: {self._k}"
+        with announce_if_slow(f"compiling the step ({kind}), a minute or two if it is new to this machine"):
+            result = compiled(*args)
+        self._calls[name] = compiled
+        return result
 
     def _capturing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """See `Captures.measured`; `name` identifies the call, which is wrapped once."""

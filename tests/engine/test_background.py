@@ -35,8 +35,7 @@ def texts(of: Engine, sampling: SamplingParams | None = None) -> list[list[int]]
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.long  # Inductor writes to caches in place; "aot_eager" writes back a copy of all pages
 @pytest.mark.parametrize(
     "mode",
     [
