@@ -59,7 +59,7 @@ class Captures:
         self._budget, self._ranks = config.capture_budget, ranks
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._steps: list[_MeasuredStep] = []
-        self._pool: Any = None
+        self.pool: Any = None
 
     def check_again(self) -> None:
         """Make each bucket's next call run the step itself, and find out whether its graph still does the same."""
@@ -115,22 +115,19 @@ class Captures:
         graph = torch.cuda.CUDAGraph()
         # The outer stream is the current one again, even after an error in a recording.
         with torch.cuda.stream(torch.cuda.current_stream(self.device)), compiled_calls() as calls:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
             stream = _capture_stream(self.device)
             # Each thread needs its own cuBLAS handle, which cannot be created while a graph is recorded.
             torch.cuda.current_blas_handle()
             try:
                 # Other threads, a server's for example, may use the device meanwhile.
-                with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
                     result = step(*own)
             except RuntimeError:
-                end_recording(self.device, self._pool, stream)
+                end_recording(self.device, self.pool, stream)
                 raise
         return Recording(graph, own, result, calls)
-
-    def usage(self) -> tuple[int, int]:
-        return (0, 0) if self.why_not else cuda_graph_usage(self.device, self._pool)
 
 
 @functools.cache
@@ -223,22 +220,21 @@ class _MeasuredStep:
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add its time and memory to the bucket's sums."""
         with _ONE_RECORDS:
-            return self._measure_alone(bucket, call, *args)
-
-    def _measure_alone(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
-        before, is_recording = self._read(), call != self._step
-        result = call(*args)
-        seconds, compiling, pool, driver = (after - b for after, b in zip(self._read(), before))
+            before = self._read()
+            result = call(*args)
+            seconds, compiling, pool, driver = (after - b for after, b in zip(self._read(), before))
         bucket.compile_seconds += compiling
         if bucket.why_not is None:
             bucket.capture_seconds += seconds - compiling
-        if is_recording:
+        if isinstance(result, Recording):
             bucket.is_captured = True
             bucket.num_bytes = max(bucket.num_bytes, max(0, int(pool)) + max(0, int(driver)))
         return result
 
     def _read(self) -> tuple[float, float, int, int]:
         """Clock seconds, `compile_seconds`, and the bytes of `cuda_graph_usage`."""
-        if self._captures.why_not is None:
-            torch.cuda.synchronize(self._captures.device)
-        return time.perf_counter(), compile_seconds(), *self._captures.usage()
+        usage, captures = (0, 0), self._captures
+        if captures.why_not is None:
+            torch.cuda.synchronize(captures.device)
+            usage = cuda_graph_usage(captures.device, captures.pool)
+        return time.perf_counter(), compile_seconds(), *usage
