@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -31,8 +31,17 @@ from mla_compile.errors import MLAError
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch._C._distributed_c10d import TCPStore as TCPStore
 
-CompiledCall = tuple[Callable[..., Any], list[int]]
-"""A call of compiled code: its function, and the addresses of its inputs that stay where they are."""
+
+class CompiledCall(NamedTuple):
+    """A call of compiled code.
+
+    addresses: of inputs that stay where they are. outputs: has a function that allocates a tensor like it in place of
+    each tensor.
+    """
+
+    function: Callable[..., Any]
+    addresses: list[int]
+    outputs: Any
 
 
 def statically_known_true(condition: Any) -> bool:
@@ -551,41 +560,86 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_calls: ContextVar[list[CompiledCall] | None] = ContextVar("compiled calls", default=None)
+_Call = Callable[[Callable[..., Any], list[int], tuple[Any, ...]], Any]
+_call_instead: ContextVar[_Call | None] = ContextVar("takes calls of compiled code", default=None)
 
 
 def noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What the backend returns to Dynamo: `compiled`, whose calls `compiled_calls` lists."""
+    """What the backend returns to Dynamo: `compiled`, for `compiled_calls` and `would_repeat`."""
 
     def call(*inputs: Any) -> Any:
-        if (calls := _calls.get()) is not None:
-            static = (x for x in inputs if isinstance(x, torch.Tensor) and not hasattr(x, "_mla_varying"))
-            calls.append((call, [x.data_ptr() for x in static]))
-        return compiled(*inputs)
+        if (instead := _call_instead.get()) is None:
+            return compiled(*inputs)
+        static = (x for x in inputs if isinstance(x, torch.Tensor) and not hasattr(x, "_mla_varying"))
+        return instead(compiled, [x.data_ptr() for x in static], inputs)
 
     return call
 
 
 @contextmanager
-def compiled_calls() -> Iterator[list[CompiledCall]]:
-    """Inside the context, each call of code that the backend compiled is appended to the list.
-
-    Two calls of a function do the same if their lists are equal: Dynamo's guards chose the same code, and weights,
-    caches and states are where they were. Addresses of tensors from `as_varying` are left out.
-    """
-    calls: list[CompiledCall] = []
-    token = _calls.set(calls)
+def _calling(instead: _Call) -> Iterator[None]:
+    token = _call_instead.set(instead)
     try:
-        yield calls
+        yield
     finally:
-        _calls.reset(token)
+        _call_instead.reset(token)
+
+
+@contextmanager
+def compiled_calls() -> Iterator[list[CompiledCall]]:
+    """Inside the context, each call of code that the backend compiled is appended to the list."""
+    calls: list[CompiledCall] = []
+
+    def call(compiled: Callable[..., Any], addresses: list[int], inputs: tuple[Any, ...]) -> Any:
+        result = compiled(*inputs)
+        calls.append(
+            CompiledCall(compiled, addresses, _pytree.tree_map_only(torch.Tensor, _empty_like, result))
+        )
+        return result
+
+    with _calling(call):
+        yield calls
+
+
+def _empty_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    size, stride = tensor.size(), tensor.stride()
+    return functools.partial(torch.empty_strided, size, stride, dtype=tensor.dtype, device=tensor.device)
+
+
+class _Differs(Exception):
+    pass
+
+
+def would_repeat(calls: Sequence[CompiledCall], function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function would do the same as when it made these calls of compiled code; none of it runs.
+
+    Dynamo's guards choose the same code, and weights, caches and states are where they were. Addresses of tensors from
+    `as_varying` may differ. The function's own operations run, on uninitialized results of the compiled code.
+    """
+    expected = iter(calls)
+
+    def call(compiled: Callable[..., Any], addresses: list[int], inputs: tuple[Any, ...]) -> Any:
+        known = next(expected, None)
+        if known is None or (known.function, known.addresses) != (compiled, addresses):
+            raise _Differs
+        return _pytree.tree_map_only(functools.partial, lambda allocate: allocate(), known.outputs)
+
+    with _calling(call):
+        try:
+            function(*args)
+        except _Differs:
+            return False
+    return next(expected, None) is None
 
 
 def end_recording(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
-    """After an error in a recording: let the allocator and the random generator leave it, which torch leaves out."""
-    with suppress(RuntimeError):  # they have left it, unless the error ended the recording
+    """After an error in a recording: let the allocator and the random generator leave it, which torch leaves out.
+
+    Nothing more can be recorded to the pool: torch's allocator of host memory does not leave it.
+    """
+    with suppress(RuntimeError):  # it has left, unless the error ended the recording
         torch._C._cuda_endAllocateToPool(torch.cuda._utils._get_device_index(device), pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), pool, stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), None, stream, capture_error_mode="thread_local"):
         torch.zeros(1, device=device)
 
 

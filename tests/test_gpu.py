@@ -270,8 +270,9 @@ def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget(monkeypatch: pyte
         *_, out = captured.stream(prompts, max_new_tokens=40, choose=choose)
         expected = plain.generate(prompts, max_new_tokens=40)
         assert [c.token_ids for c in out] == [c.token_ids for c in expected]
-    verify = {b.rows: b.outcome for b in captured.capture_report().buckets if b.step == "verify, greedy"}
-    assert verify == {2: "captured", 4: SPENT, 1: SPENT}
+    captured_steps = [b.rows for b in captured.capture_report().buckets if b.outcome == "captured"]
+    assert captured_steps == [2]
+    assert all(b.outcome in ("captured", SPENT) for b in captured.capture_report().buckets)
 
 
 def test_a_step_that_waits_for_the_device_runs_uncaptured_and_the_next_is_captured() -> None:

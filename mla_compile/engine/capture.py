@@ -22,6 +22,7 @@ from mla_compile.torch_internals import (
     compiled_calls,
     cuda_graph_usage,
     end_recording,
+    would_repeat,
 )
 
 _Shape = tuple[int, int, int, int]
@@ -62,7 +63,7 @@ class Captures:
         self.pool: Any = None
 
     def check_again(self) -> None:
-        """Make each bucket's next call run the step itself, and find out whether its graph still does the same."""
+        """Make each bucket's next call find out whether its graph still does what the step would do."""
         for step in self._steps:
             step.check_again()
 
@@ -125,7 +126,8 @@ class Captures:
                 with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
                     result = step(*own)
             except RuntimeError:
-                end_recording(self.device, self.pool, stream)
+                refused, self.pool = self.pool, torch.cuda.graph_pool_handle()
+                end_recording(self.device, refused, stream)
                 raise
         return Recording(graph, own, result, calls)
 
@@ -178,9 +180,14 @@ class _MeasuredStep:
         if args and isinstance(args[0], PackedChunks) and not self._captures.why_not:
             sizes = args[0].sizes
         shape, args = (len(state.active), *sizes), (state, *args)
-        if shape in self._checked:
-            recording = self._recordings[shape]
-            return recording.replay(args) if recording.serves(args) else self._step(*args)
+        if recording := self._recordings.get(shape):
+            if not recording.serves(args):
+                return self._step(*args)
+            if shape not in self._checked and not would_repeat(recording.calls, self._step, *args):
+                del self._recordings[shape]  # the next call is recorded
+                return self._step(*args)
+            self._checked.add(shape)
+            return recording.replay(args)
         bucket = self._captures.bucket(self._name, shape)
         if not bucket.why_not and self._num_decisions[shape] < CALLS_TO_RECORD:  # the same calls on all ranks
             self._num_decisions[shape] += 1
@@ -191,8 +198,6 @@ class _MeasuredStep:
             return result
         if bucket.why_not:
             return self._step(*args)
-        if shape in self._recordings:
-            return self._check(shape, args)
         seconds = compile_seconds()
         try:
             self._recordings[shape] = self._measure(bucket, self._captures.record, self._step, args)
@@ -206,16 +211,6 @@ class _MeasuredStep:
 
     def check_again(self) -> None:
         self._checked.clear()
-
-    def _check(self, shape: _Shape, args: tuple[Any, ...]) -> Any:
-        """Run the step itself; if it has changed, its next call is recorded."""
-        with compiled_calls() as calls:
-            result = self._step(*args)
-        if calls == self._recordings[shape].calls:
-            self._checked.add(shape)
-        else:
-            del self._recordings[shape]
-        return result
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add its time and memory to the bucket's sums."""

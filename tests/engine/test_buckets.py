@@ -20,7 +20,7 @@ from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from mla_compile.torch_internals import CompiledCall, compile_counters, compiled_calls, noted
+from mla_compile.torch_internals import CompiledCall, compile_counters, compiled_calls, noted, would_repeat
 from tests.engine.engines import engine, with_new_caches
 from tests.models_for_tests import caches_of, one_layer_model
 
@@ -139,15 +139,16 @@ def test_a_graph_is_replayed_until_it_is_to_be_checked_and_recorded_again_if_the
         captures.check_again()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("the host waits"))
-            assert [step(state_of(4)) for _ in range(2)] == ["ran", "replayed"]
+            assert [step(state_of(4)) for _ in range(2)] == ["replayed"] * 2
+            assert step(other) == "ran"
         assert captures.report() == before, "a check costs no more than a call"
         assert [step(state_of(2)) for _ in range(2)] == ["ran", "replayed"]
         captures.check_again()
         graphs.code = noted(lambda *inputs: "ran, changed")
         assert [step(state_of(4)) for _ in range(2)] == ["ran, changed", "replayed"]
         captures.check_again()
-        assert [step(state_of(4)) for _ in range(2)] == ["ran, changed", "replayed"]
-    assert graphs.num_replays == 6
+        assert [step(state_of(4)) for _ in range(2)] == ["replayed"] * 2
+    assert graphs.num_replays == 8
 
 
 def test_a_replay_copies_the_tensors_of_a_call_and_no_state() -> None:
@@ -160,35 +161,44 @@ def test_a_replay_copies_the_tensors_of_a_call_and_no_state() -> None:
     assert torch.equal(own, given) and graphs.num_replays == 1
 
 
-def test_the_backend_lists_calls_with_the_addresses_of_weights_and_states() -> None:
+def test_a_check_runs_no_compiled_code_and_sees_other_states_weights_and_guards() -> None:
     model = one_layer_model(torch.float32)
     with_new_caches(engine(0, model), 5)
     decoder = SpeculativeDecoder(model, 0, page_size=4)
     state, other = (DecodeState.allocate(2, 0, max_pages=2) for _ in range(2))
     verify = torch.compile(decoder.verify, backend="mla", fullgraph=True)
+    verify(state)
 
-    def calls(of: DecodeState) -> list[CompiledCall]:
+    def recorded() -> list[CompiledCall]:
         with compiled_calls() as found:
-            verify(of)
+            verify(state)
         return found
 
-    verify(state)
-    first = calls(state)
-    ((_, addresses),) = first
+    first = recorded()
+    ((_, addresses, _),) = first
     weights = (*model.layers.parameters(), model.embed_tokens.weight, model.lm_head.weight)
     given = (*weights, caches_of(model)[0], state.num_cached, state.block_table)
     assert {tensor.data_ptr() for tensor in given} <= set(addresses)
-    assert calls(state) == first
-    assert calls(other) != first, "it is another state"
+    for pages in caches_of(model):
+        pages.fill_(torch.nan)
+    state.active.fill_(True)
+    assert would_repeat(first, verify, state)
+    assert all(pages.isnan().all() for pages in caches_of(model)), "nothing has run"
+    assert not would_repeat(first, verify, other), "it is another state"
+    assert not would_repeat(first * 2, verify, state) and not would_repeat([], verify, state)
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
-    moved = calls(state)
-    assert moved != first and moved[0][0] is first[0][0], "the same code reads weights elsewhere"
-    assert calls(state) == moved
+    assert not would_repeat(first, verify, state), "the same code reads weights elsewhere"
+    assert would_repeat(moved := recorded(), verify, state)
+    assert moved[0].function is first[0].function
     for _ in range(3):
-        before = calls(state)
+        before = recorded()
         kept = model.lm_head.weight  # so that the next one is elsewhere
         model.lm_head.weight = nn.Parameter(kept.clone(), requires_grad=False)
-        assert calls(state) != before
+        assert not would_repeat(before, verify, state)
+    model.norm.eps = 0.5
+    assert not would_repeat(recorded_with_eps := recorded(), verify, other)
+    model.norm.eps = 0.25
+    assert not would_repeat(recorded_with_eps, verify, state), "other code would run"
 
 
 def test_a_bucket_whose_call_failed_takes_nothing_of_the_budget() -> None:
