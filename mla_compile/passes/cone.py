@@ -197,23 +197,19 @@ class Recognition:
             raise Refusal("it does not depend on the projection")
         key = str(formula), *(cone.signature() for cone in cones)
         if key not in self._known:
-            self._known[key] = _tried(formula, cones)
+            try:
+                for cone in cones:
+                    cone.check()
+                with on_real_tensors(), torch.random.fork_rng(devices=[]):
+                    self._known[key] = formula(*cones)
+            except Refusal as refusal:
+                self._known[key] = refusal
+            except Exception as failure:  # any error of the user's operations
+                self._known[key] = Refusal(f"it cannot be run on random values: {failure}")
         found: Any = self._known[key]
         if isinstance(found, Refusal):
             raise found
         return found  # type: ignore[no-any-return]
-
-
-def _tried(formula: Callable[..., Any], cones: Sequence[Cone]) -> Any:
-    try:
-        for cone in cones:
-            cone.check()
-        with on_real_tensors(), torch.random.fork_rng(devices=[]):
-            return formula(*cones)
-    except Refusal as refusal:
-        return refusal
-    except Exception as failure:  # any error of the user's operations
-        return Refusal(f"it cannot be run on random values: {failure}")
 
 
 def draw(
