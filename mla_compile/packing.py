@@ -201,14 +201,14 @@ def padded_prompt_tokens(count: int, most: int | None = None) -> int:
 
     Each size is captured separately. There are few: four per factor of two, and below 128 the multiples of 16.
     """
-    unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
+    unit = 1 << max(4, (count - 1).bit_length() - 3)
     size = -(-count // unit) * unit
     return most if most is not None and max(count, MIN_TOKENS) <= most < size else size
 
 
 def fitting_prompt_tokens(room: int) -> int:
     """The largest padded size that is at most `room`; `room` itself if all are larger."""
-    unit = max(16, 1 << (room.bit_length() - 3)) if room > 16 else 16
+    unit = 1 << max(4, room.bit_length() - 3)
     return room // unit * unit or room
 
 

@@ -6,17 +6,20 @@ from torch import Tensor
 from mla_compile.errors import MLAError
 
 
-def slots_of(block_table: Tensor, positions: Tensor, page_size: int, valid: Tensor | None = None) -> Tensor:
+def slots_of(
+    block_table: Tensor, row: Tensor, positions: Tensor, page_size: int, valid: Tensor | None = None
+) -> Tensor:
     """Cache slots of token positions, int64, -1 where a token writes nowhere.
 
-    block_table: int32 `[rows, max_pages]`; positions: int `[rows, n]`; valid: bool `[rows, n]`. A position that
-    is not valid, is negative or is past the table writes nowhere, and the table is never read out of bounds.
+    block_table: int32 `[rows, max_pages]`; row, positions: int, the row and the position of each token, of shapes that
+    broadcast; valid: bool, of the positions' shape. A position that is not valid, is negative or is past the table
+    writes nowhere, and the table is never read out of bounds.
     """
     page = positions // page_size
     inside = (positions >= 0) & (page < block_table.shape[1])
     if valid is not None:
         inside = inside & valid
-    pages = block_table.gather(1, page.clamp(0, block_table.shape[1] - 1).long()).long()
+    pages = block_table[row, page.clamp(0, block_table.shape[1] - 1)].long()
     return torch.where(inside, pages * page_size + positions % page_size, -1)
 
 
@@ -68,16 +71,16 @@ def check_capacity(name: str, longest: int, columns: int, page_size: int) -> Non
         raise MLAError(name, expected, longest, "widen block_table")
 
 
-def gather_latents(kv_cache: Tensor, block_table: Tensor, start: int, stop: int, seq_lens: Tensor) -> Tensor:
-    """Latents of the pages in columns `[start, stop)` of the table, `[rows, (stop - start) * page_size, width]`.
+def gather_latents(kv_cache: Tensor, block_table: Tensor, columns: int, seq_lens: Tensor) -> Tensor:
+    """Latents of the pages in the first `columns` of the table, `[rows, columns * page_size, width]`.
 
     Positions at or past a row's `seq_lens` are zeros, whatever the memory holds (`0 x NaN` is NaN). Table entries that
     only serve such positions are never followed.
     """
     _, page_size, width = kv_cache.shape
     rows = block_table.shape[0]
-    position = torch.arange(start * page_size, stop * page_size, device=kv_cache.device)
+    position = torch.arange(columns * page_size, device=kv_cache.device)
     live = position < seq_lens[:, None]
-    pages = torch.where(live[:, ::page_size], block_table[:, start:stop], 0)
+    pages = torch.where(live[:, ::page_size], block_table[:, :columns], 0)
     latents = kv_cache.index_select(0, pages.reshape(-1)).view(rows, -1, width)
     return latents.masked_fill_(~live[..., None], 0)

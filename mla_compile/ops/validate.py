@@ -409,7 +409,7 @@ def _slots_follow(
     positions, row: int `[tokens]`; position -1 marks a token that must write nowhere.
     """
     got = segment.slot_mapping
-    expected = slots_of(segment.block_table[row], positions[:, None], segment.page_size)[:, 0]
+    expected = slots_of(segment.block_table, row, positions, segment.page_size)
     wrong = (got != expected) & (got != -1)
     if wrong.any():
         token = int(wrong.nonzero()[0])

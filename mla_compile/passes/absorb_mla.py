@@ -45,10 +45,8 @@ def _absorb(node: fx.Node) -> str | None:
     if found is None:
         return None
     _check(found)
-    q_len, rank = (
-        size_hint(tensor_of(found.query).shape[2]),
-        size_hint(tensor_of(found.keys.latents).shape[-1]),
-    )
+    q_len = size_hint(tensor_of(found.query).shape[2])
+    rank = size_hint(tensor_of(found.keys.latents).shape[-1])
     keys = size_hint(found.shared.sizes[2]) or _MANY_KEYS
     if q_len is None or rank is None:
         raise Refusal("the number of query tokens is unknown at compile time")

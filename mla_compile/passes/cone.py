@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.ops.dispatch import HALF
-from mla_compile.passes.effects import may_write, memory
+from mla_compile.passes.effects import between, may_write, memory
 from mla_compile.passes.nodes import has_value, is_tensor, op_name, tensor_of, value_of, values_of
 from mla_compile.passes.rewrite import Refusal
 from mla_compile.torch_internals import (
@@ -137,9 +137,7 @@ def cut(source: fx.Node, result: fx.Node, *, fills: bool = False) -> Cone:
     fills: include the nodes that write to tensors of the cone, even if their return values are unused.
     """
     reached = {source}
-    node = source
-    while node is not result:
-        node = node.next
+    for node in (*between(source, result), result):
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
     needed: set[fx.Node] = set()
@@ -160,12 +158,8 @@ def cut(source: fx.Node, result: fx.Node, *, fills: bool = False) -> Cone:
 
 def _writers(made: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """The nodes between `first` and `last` that may write to the result of `made`."""
-    touched, found, node = memory([made]), [], first.next
-    while node is not last:
-        if not touched.isdisjoint(memory(may_write(node))):
-            found.append(node)
-        node = node.next
-    return found
+    touched = memory([made])
+    return [node for node in between(first, last) if not touched.isdisjoint(memory(may_write(node)))]
 
 
 def made_of_both(results: Sequence[fx.Node]) -> Iterator[fx.Node]:
@@ -197,23 +191,19 @@ class Recognition:
             raise Refusal("it does not depend on the projection")
         key = str(formula), *(cone.signature() for cone in cones)
         if key not in self._known:
-            self._known[key] = _tried(formula, cones)
+            try:
+                for cone in cones:
+                    cone.check()
+                with on_real_tensors(), torch.random.fork_rng(devices=[]):
+                    self._known[key] = formula(*cones)
+            except Refusal as refusal:
+                self._known[key] = refusal
+            except Exception as failure:  # any error of the user's operations
+                self._known[key] = Refusal(f"it cannot be run on random values: {failure}")
         found: Any = self._known[key]
         if isinstance(found, Refusal):
             raise found
         return found  # type: ignore[no-any-return]
-
-
-def _tried(formula: Callable[..., Any], cones: Sequence[Cone]) -> Any:
-    try:
-        for cone in cones:
-            cone.check()
-        with on_real_tensors(), torch.random.fork_rng(devices=[]):
-            return formula(*cones)
-    except Refusal as refusal:
-        return refusal
-    except Exception as failure:  # any error of the user's operations
-        return Refusal(f"it cannot be run on random values: {failure}")
 
 
 def draw(

@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -85,6 +85,14 @@ def may_write(node: fx.Node) -> list[fx.Node]:
     return [node.args[0]] if _writes_to_first(node) else node.all_input_nodes  # type: ignore[list-item]
 
 
+def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes after `first` and before `last`."""
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
 def writer_between(
     first: fx.Node, last: fx.Node, read: Iterable[fx.Node], passed: Set[fx.Node] = frozenset()
 ) -> fx.Node | None:
@@ -93,22 +101,17 @@ def writer_between(
     passed: nodes to skip, which write to nothing or only fill tensors of their own.
     """
     touched = memory(read)
-    node = first.next
-    while node is not last:
+    for node in between(first, last):
         if node not in passed and not touched.isdisjoint(memory(may_write(node))):
             return node
-        node = node.next
     return None
 
 
 def at_once(first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> bool:
     """Whether `last` can be computed at `first`'s place from the nodes of `read`: no node between them writes to these,
     or is called only for its effect, which may be to enable gradients."""
-    node = first.next
-    while node is not last:
-        if mutates(node) and not memory(node.all_input_nodes):
-            return False
-        node = node.next
+    if any(mutates(node) and not memory(node.all_input_nodes) for node in between(first, last)):
+        return False
     return writer_between(first, last, read) is None
 
 

@@ -35,7 +35,7 @@ from mla_compile.passes.nodes import (
     value_of,
 )
 from mla_compile.passes.rewrite import rewrite
-from mla_compile.passes.strides import is_in_order, laid_out_as
+from mla_compile.passes.strides import is_in_order, laid_out_as, same_sizes
 from mla_compile.torch_internals import is_wrapper, statically_known_true
 
 
@@ -190,9 +190,7 @@ def _addition_before(norm: _Norm) -> fx.Node | None:
     if not is_in_order(total):
         return None
     for part in parts:
-        if part.dtype != total.dtype or part.device != total.device or part.dim() != total.dim():
-            return None
-        if not all(statically_known_true(a == b) for a, b in zip(part.shape, total.shape)):
+        if part.dtype != total.dtype or part.device != total.device or not same_sizes(part, total):
             return None
     read = [add]
     if norm.weight is not None:

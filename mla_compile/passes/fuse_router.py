@@ -15,7 +15,6 @@ The op must have a kernel: on the CPU, Inductor fuses most of the operations.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> recognise.ExpertChoice:
         raise Refusal(f"`{user.name}` writes to or reads tensors of the router in between")
 
     def route(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        both = moe_router_op(x, weight, bias, *astuple(routing))
+        both = moe_router_op(x, weight, bias, *routing)
         return both[0], both[1]
 
     for old, new in zip((weights, ids), inline(min(weights, ids), route, (x, weight, bias))):

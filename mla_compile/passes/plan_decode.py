@@ -51,9 +51,7 @@ def plan_decode(
     for node in calls(gm.graph, decode_op):
         given = op_arguments(node)
         operands = DecodeOperands(*(given[name] for name in DecodeOperands._fields))
-        values = DecodeOperands(
-            *(value_of(x) if isinstance(x, fx.Node) else x for x in tuple[Any, ...](operands))
-        )
+        values: Any = fx.map_arg(operands, value_of)
         requested: str | None = given["backend"]
         # A backend that needs the host is never a default, so the call counts as captured.
         call = decode_call(

@@ -8,8 +8,8 @@ round like the op, to one unit in the last place.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,7 @@ class Rotation:
         return f"rotation of {layouts[0]} to {layouts[1]}"
 
 
-@dataclass(frozen=True)
-class ExpertChoice:
+class ExpertChoice(NamedTuple):
     """The arguments of `choose_experts` after its tensors, in its order."""
 
     topk: int
@@ -242,7 +241,7 @@ def routing(weights: Cone, ids: Cone) -> ExpertChoice:
         raise Refusal("it chooses experts by another rule")
     # Without a bias and groups sigmoid and softmax choose the same experts; their weights differ.
     for rule, normalize, scaling in itertools.product(left, (False, True), (1.0, *weights.numbers)):
-        found: ExpertChoice = replace(rule, normalize=normalize, scaling=scaling)
+        found = rule._replace(normalize=normalize, scaling=scaling)
         pairs = [(_chosen(found, drawn)[0], drawn.weights) for drawn in draws]
         if all(agree(got, expected, expected.abs(), 1e-5) for got, expected in pairs):
             return found
@@ -261,7 +260,7 @@ def _rules(experts: int, topk: int) -> Iterator[ExpertChoice]:
 
 
 def _chosen(rule: ExpertChoice, drawn: _Routed) -> tuple[Tensor, Tensor]:
-    return _in_order(*choose_experts(drawn.logits, drawn.bias, *astuple(rule)))
+    return _in_order(*choose_experts(drawn.logits, drawn.bias, *rule))
 
 
 def _in_order(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,7 @@ from torch import SymInt, Tensor, fx
 
 from mla_compile.passes.effects import erase_dead
 from mla_compile.passes.nodes import function_name, value_of
-from mla_compile.passes.strides import is_contiguous
-from mla_compile.torch_internals import statically_known_true
+from mla_compile.passes.strides import is_contiguous, same_sizes
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
 """Given a contiguous tensor, they return a view or the tensor itself if their result is contiguous."""
@@ -44,7 +43,7 @@ def _viewed(node: fx.Node) -> fx.Node:
     found = base = node
     while _is_view(base):
         base = base.all_input_nodes[0]
-        if _has_sizes_of(value_of(base), value_of(node)):
+        if same_sizes(value_of(base), value_of(node)):
             found = base
     return found
 
@@ -55,10 +54,3 @@ def _is_view(node: fx.Node) -> bool:
     result, source = value_of(node), value_of(node.all_input_nodes[0])
     tensors = isinstance(result, Tensor) and isinstance(source, Tensor)
     return tensors and result.dtype == source.dtype and is_contiguous(result) and is_contiguous(source)
-
-
-def _has_sizes_of(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same sizes."""
-    return one.dim() == other.dim() and all(
-        statically_known_true(a == b) for a, b in zip(one.shape, other.shape)
-    )

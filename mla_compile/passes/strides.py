@@ -25,6 +25,12 @@ def is_contiguous(x: Tensor) -> bool:
     return True
 
 
+def same_sizes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are known to have the same sizes."""
+    pairs = zip(one.shape, other.shape)
+    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)
+
+
 def is_in_order(x: Tensor) -> bool:
     """Whether `x`, a dense result, is contiguous for all values of its sizes."""
     return _order(x) == list(range(x.dim()))

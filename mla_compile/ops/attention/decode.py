@@ -154,7 +154,7 @@ def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     tokens, heads, rank = q_latent.shape
     rows = seq_lens.shape[0]
     columns = num_pages_to_read(seq_lens, block_table, kv_cache.shape[1])
-    latents = gather_latents(kv_cache, block_table, 0, columns, seq_lens)
+    latents = gather_latents(kv_cache, block_table, columns, seq_lens)
     query = torch.cat([q_latent, q_pe], dim=-1).view(rows, q_len * heads, -1)
 
     scores = product(query, latents.mT).mul_(softmax_scale).view(rows, q_len, heads, -1)
@@ -170,10 +170,11 @@ def decode_by_token(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     tokens, _, rank = q_latent.shape
     page_size, width = kv_cache.shape[1:]
     columns = num_pages_to_read(seq_lens, block_table, page_size)
-    position = torch.arange(columns * page_size, device=block_table.device).expand(len(seq_lens), -1)
+    rows = torch.arange(len(seq_lens), device=block_table.device)
+    position = torch.arange(columns * page_size, device=block_table.device)
     query = torch.cat([q_latent, q_pe], dim=-1).to(accumulate_dtype(q_latent.dtype))
     row = torch.arange(tokens, device=block_table.device) // q_len
     seen = visible_keys(seq_lens, q_lens, q_len).flatten().clamp(max=columns * page_size)
-    slots = slots_of(block_table, position, page_size)
+    slots = slots_of(block_table, rows[:, None], position, page_size)
     out, lse = attend_by_token(query, kv_cache.view(-1, width), slots, row, seen, rank, softmax_scale)
     return out.to(q_latent.dtype), lse

@@ -66,7 +66,8 @@ def decode_metadata_torch(
     valid = torch.full_like(num_cached, q_len) if q_lens is None else q_lens.clone()
     end = num_cached + valid
     positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
-    slots = slots_of(block_table, positions, page_size, positions < end[:, None])
+    row = torch.arange(len(num_cached), device=num_cached.device)
+    slots = slots_of(block_table, row[:, None], positions, page_size, positions < end[:, None])
     return torch.where(valid > 0, end, 0), valid, slots.view(-1), positions.view(-1)
 
 
@@ -137,19 +138,12 @@ def prefill_metadata_torch(
         row = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
         return row, place + (first - ends + count)[row], place < ends[-1]
 
-    def slots_of(row: Tensor, position: Tensor, valid: Tensor) -> Tensor:
-        """Like `paging.slots_of`, which would gather a row's whole table for each place."""
-        page = position // page_size
-        pages = block_table[row, page.clamp(0, block_table.shape[1] - 1)].long()
-        valid = valid & (position >= 0) & (page < block_table.shape[1])
-        return torch.where(valid, pages * page_size + position % page_size, -1)
-
     row, positions, _ = spread(seq_lens - q_lens, q_lens, tokens)
-    slots = slots_of(row, positions, (stops[:, -1] > 0)[row])
+    slots = slots_of(block_table, row, positions, page_size, (stops[:, -1] > 0)[row])
     slots_of_part = []
     for start, stop in zip(starts.unbind(1), stops.unbind(1), strict=True):
         row, position, inside = spread(start, stop - start, keys)
-        slots_of_part.append(slots_of(row, position, inside))
+        slots_of_part.append(slots_of(block_table, row, position, page_size, inside))
     cu_seqlens_q, cu_seqlens_k = (
         torch.nn.functional.pad(x.cumsum(-1, dtype=torch.int32), (1, 0)) for x in (q_lens, (stops - starts).T)
     )

@@ -83,9 +83,8 @@ def lower_mla_attention(*args: Any) -> Tensor:
         decode_q_nope, prefill_q_nope = torch.split(call.q_nope, sizes)
         decode_q_pe, prefill_q_pe = torch.split(call.q_pe, sizes)
     else:
-        append_op(
-            call.kv_c, call.k_pe, call.kv_cache, prefill_slots if decode_slots is None else decode_slots
-        )
+        slots = prefill_slots if decode_slots is None else decode_slots
+        append_op(call.kv_c, call.k_pe, call.kv_cache, slots)
         decode_q_nope = prefill_q_nope = call.q_nope
         decode_q_pe = prefill_q_pe = call.q_pe
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, PrefillSegment
-from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.attention.metadata import mla_decode_metadata, prefill_metadata_op
-from mla_compile.torch_internals import run_check
+from mla_compile.torch_internals import refuse, run_check
 
 
 def decode_segment(
@@ -62,7 +61,11 @@ def prefill_segment(
     Raises:
         MLAError: lists of different lengths, a chunk shorter than 1, or a row that its table cannot hold.
     """
-    run_check(_check_chunks, chunk_lens, num_cached, block_table, page_size, num_tokens, num_chunks, num_keys)
+    run_check(validate.row_lengths, "chunk_lens", chunk_lens, num_cached, block_table, page_size)
+    if not chunk_lens:
+        refuse("chunk_lens", "at least one chunk", "none", "a batch without prompts has no prefill segment")
+    for name, number in (("num_tokens", num_tokens), ("num_chunks", num_chunks), ("num_keys", num_keys)):
+        run_check(validate.whole_number, name, number, 0)
     lens, bounds = chunk_lens_and_bounds(
         chunk_lens,
         num_cached,
@@ -81,24 +84,6 @@ def prefill_segment(
         cu_seqlens_q, seq_lens, table, slots, key_slots, cu_seqlens_k, host_lens.to(torch.int32), page_size
     )
     return segment, positions
-
-
-def _check_chunks(
-    chunk_lens: list[int],
-    num_cached: list[int],
-    block_table: Tensor,
-    page_size: int,
-    num_tokens: int,
-    num_chunks: int,
-    num_keys: int,
-) -> None:
-    validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
-    if not chunk_lens:
-        hint = "a batch without prompts has no prefill segment"
-        raise MLAError("chunk_lens", "at least one chunk", "none", hint)
-    validate.whole_number("num_tokens", num_tokens, 0)
-    validate.whole_number("num_chunks", num_chunks, 0)
-    validate.whole_number("num_keys", num_keys, 0)
 
 
 MIN_KEYS = 2

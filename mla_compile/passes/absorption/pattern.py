@@ -158,10 +158,8 @@ def _expansion(part: View, what: str) -> Expansion:
     if name == "linear" and argument(product, 2, "bias") is not None:
         reason = "has a bias, which the absorbed form leaves out: use bias=False"
         raise Refusal(f"{what}the up-projection `{name}` {reason}")
-    latents, weight = (
-        argument(product, 0, "input"),
-        argument(product, 1, "weight" if name == "linear" else "other"),
-    )
+    latents = argument(product, 0, "input")
+    weight = argument(product, 1, "weight" if name == "linear" else "other")
     dims = _dims_of_latents(part, tensor_of(product))
     if dims is None or tensor_of(weight).dim() != 2:
         reason = "does not multiply latents that all heads share with a weight that all keys share"
