@@ -45,9 +45,8 @@ class PagePool:
         self.keeps_prefixes = keeps_prefixes
         self._references = [0] * num_pages
         self._blank = list(range(num_pages - 1, DUMMY_PAGE, -1))  # free and unregistered; used from the end
-        self._reusable: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # free and registered, least recently used first
+        # Free and registered, least recently used first.
+        self._reusable: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * num_pages
         self._prefix = [NO_PREFIX] * num_pages  # the number of the text that ends with a page

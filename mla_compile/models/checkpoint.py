@@ -225,9 +225,8 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     # transformers requires a Python float, and JSON may have 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
     if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
-        known["num_key_value_heads"] = known[
-            "num_attention_heads"
-        ]  # MLA has as many; transformers' default differs
+        # MLA has as many; transformers' default differs.
+        known["num_key_value_heads"] = known["num_attention_heads"]
     config = _config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
@@ -316,9 +315,8 @@ def _check(
 ) -> None:
     """Compare a checkpoint's headers with the tensors of the model (on the meta device)."""
     experts = num_separate_experts(model, files.entries)
-    if experts > len(
-        files.entries
-    ):  # each has three tensors, and a hostile config could make listing them take for ever
+    # Each has three tensors, and a hostile config could make listing them take for ever.
+    if experts > len(files.entries):
         expected = f"at most as many experts as the files have tensors, {len(files.entries)}"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
