@@ -74,11 +74,10 @@ class Engine:
         self.report_lag = int(self.device.type == "cuda")
         self._intake = Intake(model, self.config.max_model_len, tokenizer)
         drafter = self.config.build_drafter(model)
-        self._caches = EngineCaches(model, drafter)
+        self._caches = EngineCaches(model, drafter, self.config)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._lock = SingleOwner()
         self._is_closed = False
-        self._caches.allocate(self.config)
         self._launcher = (
             Launcher(model, drafter, self.config)
             if ranks is None

@@ -85,7 +85,7 @@ class _Follower:
             )
         config = EngineConfig(**settings | {"drafter": kind}).fitted_to(self._model)
         drafter = config.build_drafter(self._model)
-        EngineCaches(self._model, drafter).allocate(config)
+        EngineCaches(self._model, drafter, config)
         self.launcher = Launcher(self._model, drafter, config, self._ranks)
         self._requests.clear()
 

@@ -57,14 +57,6 @@ class PagePool:
         """Pages that `allocate` can hand out, including those kept for later matches."""
         return len(self._blank) + len(self._reusable)
 
-    def references(self, page: int) -> int:
-        """The number of references to a page; 0: it is free."""
-        return self._references[page]
-
-    def is_registered(self, page: int) -> bool:
-        """Whether `match` can find a page, so that nothing may be written to it."""
-        return self._key_of[page] is not None
-
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
