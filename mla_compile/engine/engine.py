@@ -17,7 +17,7 @@ from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import EngineConfig, check_boolean, config_of
+from mla_compile.engine.config import EngineConfig, config_of
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
@@ -344,7 +344,8 @@ class Engine:
             MLAError: a bad argument, named; requests are under way.
         """
         params = None if sampling is None else checked_sampling("sampling", sampling)
-        check_boolean("prompts", prompts)
+        if type(prompts) is not bool:
+            raise MLAError("prompts", "True or False", repr(prompts))
         kinds = [False, True] if params is None else [not params.is_argmax]
         parts = params is None or params.logprobs is not None
         with self._lock:
