@@ -1,7 +1,7 @@
 """Loads Hugging Face checkpoints. transformers is imported only when a checkpoint is loaded."""
 
 from contextlib import nullcontext
-from os import PathLike
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +41,16 @@ CONFIG = "config.json"
 _FLOAT8_SCALE = "F8_E8M0"  # safetensors' name
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """The arguments of `load_model` that decide what is loaded: see there."""
+
+    mtp: bool | None = None
+    quantize: Literal["fp8"] | None = None
+    dequantize: bool = False
+    generation_config: Literal["auto", "none"] = "auto"
 
 
 def load_model(
@@ -90,16 +100,9 @@ def load_model(
     with together():
         _check_target(dtype, device)
         dtype = dtype or default_dtype(device)
+    settings = LoadSettings(mtp, quantize, dequantize, generation_config)
     with announce_if_slow("opening the checkpoint", is_shown=is_shown), together():
-        model, files, block = open_checkpoint(
-            path,
-            dtype=dtype,
-            mtp=mtp,
-            quantize=quantize,
-            dequantize=dequantize,
-            generation_config=generation_config,
-            parallel=parallel,
-        )
+        model, files, block = open_checkpoint(path, settings, dtype=dtype, parallel=parallel)
     with together():
         model.to_empty(device=device)
         pack_adjacent(model)  # before the weights have values
@@ -132,33 +135,27 @@ def meta_model(
     Raises:
         MLAError: as `load_model` for the config and these arguments.
     """
-    config, block = read_config(directory_of(path))
+    config, block = read_config(find_checkpoint(path))
     _check_quantize(quantize, dequantize, block)
     with torch.device("meta"):
-        model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp).to(dtype)
+        has_mtp = bool(getattr(config, "num_nextn_predict_layers", 0)) if mtp is None else mtp
+        model = MLAForCausalLM(config, mtp=has_mtp).to(dtype)
     if quantize is not None or (block == (BLOCK, BLOCK) and not dequantize):
         fp8.put_fp8_layers(model, lambda name: "eh_proj" not in name)
     return model
 
 
 def open_checkpoint(
-    path: str | Path,
-    *,
-    dtype: torch.dtype,
-    mtp: bool | None = None,
-    quantize: Literal["fp8"] | None = None,
-    dequantize: bool = False,
-    generation_config: Literal["auto", "none"] = "auto",
-    parallel: Parallel | None = None,
+    path: str | Path, settings: LoadSettings, *, dtype: torch.dtype, parallel: Parallel | None = None
 ) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
     """The model that `load_model` fills, still on the meta device, its files, and the FP8 block of their weights.
 
     It makes all checks of files that `load_model` documents.
     """
-    directory = directory_of(path)
+    directory, mtp = find_checkpoint(path), settings.mtp
     config, block = read_config(directory)
-    _check_quantize(quantize, dequantize, block)
-    sampling, stop_ids = read_generation_config(directory, config, generation_config)
+    _check_quantize(settings.quantize, settings.dequantize, block)
+    sampling, stop_ids = read_generation_config(directory, config, settings.generation_config)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
@@ -176,13 +173,13 @@ def open_checkpoint(
         read = parts(name, parameter, model.arch.num_layers, files.entries)
         in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
         if not any(in_fp8):
-            return quantize is not None and "eh_proj" not in name
+            return settings.quantize is not None and "eh_proj" not in name
         if block != (BLOCK, BLOCK) or not all(in_fp8):
             return False
         # If gate and up are one tensor, a block must not span both.
         return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
 
-    if not dequantize:
+    if not settings.dequantize:
         fp8.put_fp8_layers(model, is_fp8)
     if parallel is not None:
         check_divisible(
@@ -190,17 +187,6 @@ def open_checkpoint(
         )
         divide(model, parallel)
     return model, files, block
-
-
-def directory_of(path: object) -> Path:
-    """A checkpoint's directory: `path`, or the snapshot of the model that it names in the Hugging Face cache.
-
-    Raises:
-        MLAError: `path` is neither a str nor a path; the cache has no such model.
-    """
-    if not isinstance(path, str | PathLike):
-        raise MLAError("path", "a checkpoint's directory", f"{path!r:.80}")
-    return find_checkpoint(Path(path))
 
 
 def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
@@ -230,11 +216,6 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     config = _config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
-
-
-def names_mtp(config: "PreTrainedConfig") -> bool:
-    """Whether a config has an MTP layer. `load_model` decides by the checkpoint's tensors instead."""
-    return bool(getattr(config, "num_nextn_predict_layers", 0))
 
 
 def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
