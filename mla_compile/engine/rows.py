@@ -77,8 +77,7 @@ class Rows:
     def prepare(self, plan: Plan) -> DecodeState:
         """The state that a plan's step runs on, with the plan's changes applied; admitted rows are inactive."""
         if self.state is not None and not (plan.removed or plan.admitted):
-            if plan.grants:
-                self._grant(self.state, plan.grants)
+            self._grant(self.state, plan.grants)
             return self.state
         before = self.state
         inactive = [self._row_of.pop(request) for request in plan.removed]
@@ -92,8 +91,7 @@ class Rows:
         self._row_of |= {request: free.pop() for request in plan.admitted}
         inactive += [self._row_of[request] for request in plan.admitted]
         self._write(state, inactive, plan.admitted)
-        if plan.grants:
-            self._grant(state, plan.grants)
+        self._grant(state, plan.grants)
         return state
 
     def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
