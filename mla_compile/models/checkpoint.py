@@ -18,7 +18,6 @@ from mla_compile.models.generation_config import read_generation_config
 from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.names import (
     destinations,
-    is_past_trunk,
     layers_of,
     layers_past_trunk,
     num_separate_experts,
@@ -213,7 +212,13 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
         # MLA has as many; transformers' default differs.
         known["num_key_value_heads"] = known["num_attention_heads"]
-    config = _config(SAME_AS[model_type], known, file)
+    from transformers import AutoConfig
+
+    try:
+        # Transformers' own class, and only these settings: others could make it read other files or run code.
+        config: PreTrainedConfig = AutoConfig.for_model(SAME_AS[model_type], **known)
+    except Exception as error:  # its validators raise many classes, all about the file's contents
+        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
     Architecture.from_config(config, prefix)
     return config, block
 
@@ -230,17 +235,6 @@ def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
             check_settings(table, ROPE_SETTINGS, f"{prefix}{key}.")
             return top | {"rope_parameters": {name: table[name] for name in ROPE_SETTINGS if name in table}}
     return top
-
-
-def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    try:
-        # Transformers' own class, and only these settings: others could make it read other files or run code.
-        config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # its validators raise many classes, all about the file's contents
-        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
-    return config
 
 
 def _check_target(dtype: torch.dtype | None, device: str | torch.device) -> None:
@@ -319,7 +313,7 @@ def _check(
     missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in files.entries]
     extra, misshapen = [], []
     for name, entry in files.entries.items():
-        unwanted = model.mtp is None and is_past_trunk(name, model.arch.num_layers)
+        unwanted = model.mtp is None and layers_past_trunk([name], model.arch.num_layers)
         if unwanted or name.endswith(".rotary_emb.inv_freq"):
             continue
         if name not in known:
