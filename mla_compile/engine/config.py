@@ -32,10 +32,8 @@ class EngineConfig(EngineFields):
         super().__post_init__()
         known_drafter(self.drafter)
         if self.batch_invariant and self.compile is False:
-            hint = "leave one of the two out"
-            raise MLAError(
-                "compile", "True with batch_invariant=True, which needs compiled steps", False, hint
-            )
+            expected = "True with batch_invariant=True, which needs compiled steps"
+            raise MLAError("compile", expected, False, "leave one of the two out")
         if self.compile is not False:
             resolve_settings(self.mode, None)
         check_name("decode_backend", self.decode_backend)

@@ -196,7 +196,10 @@ class Engine:
         if plan and not self._launch(plan).on_host:
             lag = self.report_lag
         while len(self._under_way) > lag:
-            self._collect()
+            oldest = self._under_way.popleft()
+            reports = oldest.report.read()
+            self._counts.count_reports(oldest.plan, reports)
+            self._scheduler.update(oldest.plan, reports)
         if plan:
             self._counts.step_seconds = time.perf_counter() - start
             self._counts.total_step_seconds += self._counts.step_seconds
@@ -208,13 +211,6 @@ class Engine:
         self._under_way.append(launch)
         self._counts.count_launch(plan)
         return launch
-
-    def _collect(self) -> None:
-        """Apply the oldest report."""
-        launch = self._under_way.popleft()
-        reports = launch.report.read()
-        self._counts.count_reports(launch.plan, reports)
-        self._scheduler.update(launch.plan, reports)
 
     async def turn(self) -> None:
         """Run a step if there is work, then let other asyncio tasks run."""

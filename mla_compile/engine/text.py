@@ -207,13 +207,12 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    mtp = loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter"))
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(
         model,
         dtype=dtype,
         device=device,
-        mtp=mtp,
+        mtp=loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter")),
         quantize=quantize,
         dequantize=dequantize,
         generation_config=generation_config,

@@ -75,9 +75,8 @@ class Parallel:
             raise failed
         for rank, what in enumerate(errors):
             if what:
-                raise MLAError(
-                    "parallel", "all processes to load their parts", f"from process {rank}: {what}"
-                )
+                expected = "all processes to load their parts"
+                raise MLAError("parallel", expected, f"from process {rank}: {what}")
 
 
 def check_parallel(parallel: object) -> None:
