@@ -1,12 +1,12 @@
 """Prefills a batch, for decode loops without an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mla_compile.engine import Engine
 from mla_compile.engine.scheduler import Chunk, Grant, Plan
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.speculate import DecodeState, Step
+from mla_compile.speculate import DecodeState
 
 
 def start(
@@ -15,7 +15,7 @@ def start(
     max_new_tokens: int,
     sampling: Sequence[SamplingParams],
     stop_ids: Sequence[int],
-) -> tuple[Step, DecodeState]:
+) -> tuple[Callable[[DecodeState], None], DecodeState]:
     """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
     Returns the step and the state to call it with, which are good until the engine takes on its next request. Row i is

@@ -85,19 +85,6 @@ def default_dtype(device: "str | torch.device") -> "torch.dtype":
     return dtype
 
 
-def default_drafts(*, has_mtp: bool, has_drafter: bool) -> int:
-    """Drafts per step.
-
-    has_mtp: whether the model has an MTP layer. has_drafter: whether a drafter was given.
-    """
-    return DEFAULT_DRAFTS if has_mtp or has_drafter else 0
-
-
-def default_tokens_per_step(decode_tokens: int) -> int:
-    """The maximum tokens of a step. decode_tokens: of `max_rows` decode rows, drafts included."""
-    return max(DEFAULT_TOKENS_PER_STEP, decode_tokens + LEAST_PROMPT_TOKENS)
-
-
 def default_max_model_len(positions: int | None, affordable: int) -> int:
     """The maximum tokens of a request: the model's positions, or a power of two if memory allows fewer.
 

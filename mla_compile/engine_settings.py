@@ -227,20 +227,15 @@ class EngineFields:
         "any K; compiles every step.",
     )
 
-
-def check_settings_of(config: EngineFields) -> None:
-    """Check each value against its field's type and bounds.
-
-    Raises:
-        MLAError: a value of another type, or out of bounds.
-    """
-    for name, each in EngineFields.__dataclass_fields__.items():
-        value, least, most = getattr(config, name), each.metadata["least"], each.metadata["most"]
-        if each.type is bool and type(value) is not bool:
-            raise MLAError(name, "True or False", repr(value))
-        if least is None or (value is None and NoneType in get_args(each.type)):
-            continue
-        if type(value) is not int or not least <= value <= most:
-            is_bounded = most < 2**31 - 1 or (type(value) is int and value > most)
-            expected = f"an integer in [{least}, {most}]" if is_bounded else f"an integer >= {least}"
-            raise MLAError(name, expected, repr(value))
+    def __post_init__(self) -> None:
+        """Check each value against its field's type and bounds."""
+        for each in fields(EngineFields):
+            value, least, most = getattr(self, each.name), each.metadata["least"], each.metadata["most"]
+            if each.type is bool and type(value) is not bool:
+                raise MLAError(each.name, "True or False", repr(value))
+            if least is None or (value is None and NoneType in get_args(each.type)):
+                continue
+            if type(value) is not int or not least <= value <= most:
+                is_bounded = most < 2**31 - 1 or (type(value) is int and value > most)
+                expected = f"an integer in [{least}, {most}]" if is_bounded else f"an integer >= {least}"
+                raise MLAError(each.name, expected, repr(value))

@@ -1,6 +1,7 @@
 """Models by name, ORG/NAME, in the local Hugging Face cache. Nothing is downloaded."""
 
 import re
+from os import PathLike
 from pathlib import Path
 
 from mla_compile.errors import MLAError
@@ -9,7 +10,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = ("config.json", "tokenizer.json")  # a snapshot with either is a checkpoint or a tokenizer
 
 
-def find_checkpoint(path: str | Path, name: str = "path") -> Path:
+def find_checkpoint(path: object, name: str = "path") -> Path:
     """`path` unless it is the name of a model and no file or directory; then the model's snapshot in the cache.
 
     The snapshot is that of the branch `main`, in the cache that HF_HOME or HF_HUB_CACHE names. It may be incomplete.
@@ -17,8 +18,10 @@ def find_checkpoint(path: str | Path, name: str = "path") -> Path:
     name: of the argument, for errors.
 
     Raises:
-        MLAError: the cache has no such model.
+        MLAError: `path` is neither a str nor a path; the cache has no such model.
     """
+    if not isinstance(path, str | PathLike):
+        raise MLAError(name, "a checkpoint's directory", f"{path!r:.80}")
     path = Path(path)
     if path.exists() or not _NAME.fullmatch(path.as_posix()):
         return path

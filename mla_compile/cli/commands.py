@@ -135,7 +135,7 @@ def inspect(
 
     from mla_compile.explanation.inspect import inspect_forward, inspect_step
     from mla_compile.models import load_model
-    from mla_compile.models.checkpoint import open_checkpoint
+    from mla_compile.models.checkpoint import LoadSettings, open_checkpoint
 
     if step:  # computes rotary frequencies, so meta tensors are not enough
         explanation = inspect_step(
@@ -143,7 +143,7 @@ def inspect(
         )
     else:
         explanation = inspect_forward(
-            open_checkpoint(model, dtype=torch.float32)[0],
+            open_checkpoint(model, LoadSettings(), dtype=torch.float32)[0],
             num_speculative_tokens=num_speculative_tokens,
             rows=rows,
             prefill_tokens=48 if prefill_tokens is None else prefill_tokens,

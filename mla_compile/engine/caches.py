@@ -1,9 +1,6 @@
 """The caches of one engine: those of its target and its drafter, allocated before any step is built."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from mla_compile.caches import allocate
 from mla_compile.engine.config import FittedConfig
@@ -12,26 +9,19 @@ from mla_compile.speculate.drafter import cache_specs
 
 
 class EngineCaches:
-    """The caches of a model and its drafter.
+    """Allocates the caches of a model and its drafter, which replace those of an earlier engine.
 
     specs: one for each cache.
     lookahead: number of tokens after a page that the page's contents depend on.
     """
 
-    def __init__(self, model: ServedModel, drafter: Drafter | None) -> None:
+    def __init__(self, model: ServedModel, drafter: Drafter | None, config: FittedConfig) -> None:
         self._model, self._drafter = model, drafter
-        self.specs = cache_specs(model, drafter)
-        self.lookahead = max((spec.lookahead for spec in self.specs), default=0)
-        self._allocated: list[tuple[Any, Tensor]] = []
-
-    def allocate(self, config: FittedConfig) -> None:
-        """Allocate them; they replace those of an earlier engine."""
         with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
-            self._model.prepare(config.num_pages)
-            self.specs = cache_specs(
-                self._model, self._drafter
-            )  # `prepare` may have changed a dtype or device
+            model.prepare(config.num_pages)
+            self.specs = cache_specs(model, drafter)  # after `prepare`, which may change a dtype or device
             allocate(self.specs, config.num_pages, config.page_size)
+        self.lookahead = max((spec.lookahead for spec in self.specs), default=0)
         self._allocated = [(spec.layer, spec.cache) for spec in self.specs]
 
     def are_in_place(self) -> bool:

@@ -28,9 +28,7 @@ def choose_on_host(
     sampled = {rows[request]: request for request in plan.sampled}
     first, drafts = set(rows.of(plan.first_sampled)), state.drafts
     grammars = {row: request.grammar for row, request in sampled.items() if request.grammar is not None}
-    allowed = None
-    if grammars:
-        allowed = allowed_tokens(grammars, drafts, vocab_size=vocab_size, first=first)
+    allowed = allowed_tokens(grammars, drafts, vocab_size=vocab_size, first=first) if grammars else None
     targets = choose_targets(state, logits, allowed).clone()
     choosers = dict.fromkeys(request.choose for request in plan.sampled if request.choose is not None)
     for choose in choosers:

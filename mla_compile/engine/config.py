@@ -5,15 +5,16 @@ from typing import Any
 
 from mla_compile.backend import resolve_settings
 from mla_compile.defaults import (
+    DEFAULT_DRAFTS,
+    DEFAULT_TOKENS_PER_STEP,
     LEAST_MAX_MODEL_LEN,
+    LEAST_PROMPT_TOKENS,
     DeviceDefaults,
-    default_drafts,
     default_max_model_len,
-    default_tokens_per_step,
     defaults_on,
 )
 from mla_compile.engine.device_memory import bytes_left
-from mla_compile.engine_settings import EngineFields, EngineSettings, check_settings_of
+from mla_compile.engine_settings import EngineFields, EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.ops.attention.decode_backends import check_name, select_backend
 from mla_compile.ops.attention.segments import MAX_KEYS
@@ -28,13 +29,11 @@ class EngineConfig(EngineFields):
     __doc__ = EngineFields.__doc__
 
     def __post_init__(self) -> None:
-        check_settings_of(self)
+        super().__post_init__()
         known_drafter(self.drafter)
         if self.batch_invariant and self.compile is False:
-            hint = "leave one of the two out"
-            raise MLAError(
-                "compile", "True with batch_invariant=True, which needs compiled steps", False, hint
-            )
+            expected = "True with batch_invariant=True, which needs compiled steps"
+            raise MLAError("compile", expected, False, "leave one of the two out")
         if self.compile is not False:
             resolve_settings(self.mode, None)
         check_name("decode_backend", self.decode_backend)
@@ -78,7 +77,8 @@ class EngineConfig(EngineFields):
         if given.num_pages is None and num_pages >= 2**31:
             raise MLAError("max_rows, max_model_len, page_size", "fewer than 2**31 pages in all", num_pages)
         of_decode_rows = self.max_rows * (1 + k)
-        tokens = given.max_tokens_per_step or default_tokens_per_step(of_decode_rows)
+        default_tokens = max(DEFAULT_TOKENS_PER_STEP, of_decode_rows + LEAST_PROMPT_TOKENS)
+        tokens = given.max_tokens_per_step or default_tokens
         if tokens < of_decode_rows:
             expected = f"at least max_rows * (1 + num_speculative_tokens) = {of_decode_rows}"
             raise MLAError("max_tokens_per_step", expected, tokens)
@@ -101,7 +101,7 @@ class EngineConfig(EngineFields):
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         has_mtp = model.has_mtp and not model.is_recurrent
-        return default_drafts(has_mtp=has_mtp, has_drafter=self.drafter is not None)
+        return DEFAULT_DRAFTS if has_mtp or self.drafter is not None else 0
 
     def _longest(
         self, model: ServedModel, on: DeviceDefaults, *, page_size: int, is_drafting: bool, left: int | None
@@ -228,9 +228,3 @@ def check_positive(name: str, value: object) -> None:
     """Raises `MLAError` for anything but an integer >= 1."""
     if type(value) is not int or value < 1:
         raise MLAError(name, "an integer >= 1", repr(value))
-
-
-def check_boolean(name: str, value: object) -> None:
-    """Raises `MLAError` for anything but True and False."""
-    if type(value) is not bool:
-        raise MLAError(name, "True or False", repr(value))

@@ -17,7 +17,7 @@ from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import EngineConfig, check_boolean, config_of
+from mla_compile.engine.config import EngineConfig, config_of
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
@@ -74,11 +74,10 @@ class Engine:
         self.report_lag = int(self.device.type == "cuda")
         self._intake = Intake(model, self.config.max_model_len, tokenizer)
         drafter = self.config.build_drafter(model)
-        self._caches = EngineCaches(model, drafter)
+        self._caches = EngineCaches(model, drafter, self.config)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._lock = SingleOwner()
         self._is_closed = False
-        self._caches.allocate(self.config)
         self._launcher = (
             Launcher(model, drafter, self.config)
             if ranks is None
@@ -197,7 +196,10 @@ class Engine:
         if plan and not self._launch(plan).on_host:
             lag = self.report_lag
         while len(self._under_way) > lag:
-            self._collect()
+            oldest = self._under_way.popleft()
+            reports = oldest.report.read()
+            self._counts.count_reports(oldest.plan, reports)
+            self._scheduler.update(oldest.plan, reports)
         if plan:
             self._counts.step_seconds = time.perf_counter() - start
             self._counts.total_step_seconds += self._counts.step_seconds
@@ -209,13 +211,6 @@ class Engine:
         self._under_way.append(launch)
         self._counts.count_launch(plan)
         return launch
-
-    def _collect(self) -> None:
-        """Apply the oldest report."""
-        launch = self._under_way.popleft()
-        reports = launch.report.read()
-        self._counts.count_reports(launch.plan, reports)
-        self._scheduler.update(launch.plan, reports)
 
     async def turn(self) -> None:
         """Run a step if there is work, then let other asyncio tasks run."""
@@ -345,7 +340,8 @@ class Engine:
             MLAError: a bad argument, named; requests are under way.
         """
         params = None if sampling is None else checked_sampling("sampling", sampling)
-        check_boolean("prompts", prompts)
+        if type(prompts) is not bool:
+            raise MLAError("prompts", "True or False", repr(prompts))
         kinds = [False, True] if params is None else [not params.is_argmax]
         parts = params is None or params.logprobs is not None
         with self._lock:

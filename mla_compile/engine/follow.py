@@ -80,12 +80,11 @@ class _Follower:
         kind = next((kind for kind in self._drafters if kind.name == name), None)
         if kind is None:
             names = ", ".join(repr(kind.name) for kind in self._drafters)
-            raise MLAError(
-                "drafters", f"rank 0's drafter, one of {names}", repr(name), "pass it to `follow` too"
-            )
+            expected = f"rank 0's drafter, one of {names}"
+            raise MLAError("drafters", expected, repr(name), "pass it to `follow` too")
         config = EngineConfig(**settings | {"drafter": kind}).fitted_to(self._model)
         drafter = config.build_drafter(self._model)
-        EngineCaches(self._model, drafter).allocate(config)
+        EngineCaches(self._model, drafter, config)
         self.launcher = Launcher(self._model, drafter, config, self._ranks)
         self._requests.clear()
 

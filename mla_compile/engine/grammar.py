@@ -101,8 +101,8 @@ class Grammar:
         return matcher
 
 
-def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Collection[int]) -> Grammar:
-    """The grammar of one request, called `name` in errors.
+def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Collection[int]) -> None:
+    """Check the grammar of one request, called `name` in errors.
 
     Raises:
         MLAError: not a grammar, a larger vocabulary than the model's, no stop id to end a row with.
@@ -115,7 +115,6 @@ def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Coll
     if not any(0 <= token < vocab_size for token in stop_ids):
         expected = "with grammars, an id of the model's vocabulary to end a row with"
         raise MLAError("stop_ids", expected, list(stop_ids), "pass the end-of-sequence id")
-    return grammar
 
 
 class GrammarRow:

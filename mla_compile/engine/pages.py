@@ -45,9 +45,8 @@ class PagePool:
         self.keeps_prefixes = keeps_prefixes
         self._references = [0] * num_pages
         self._blank = list(range(num_pages - 1, DUMMY_PAGE, -1))  # free and unregistered; used from the end
-        self._reusable: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # free and registered, least recently used first
+        # Free and registered, least recently used first.
+        self._reusable: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * num_pages
         self._prefix = [NO_PREFIX] * num_pages  # the number of the text that ends with a page
@@ -57,14 +56,6 @@ class PagePool:
     def num_free(self) -> int:
         """Pages that `allocate` can hand out, including those kept for later matches."""
         return len(self._blank) + len(self._reusable)
-
-    def references(self, page: int) -> int:
-        """The number of references to a page; 0: it is free."""
-        return self._references[page]
-
-    def is_registered(self, page: int) -> bool:
-        """Whether `match` can find a page, so that nothing may be written to it."""
-        return self._key_of[page] is not None
 
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages that hold `num_tokens` tokens."""

@@ -77,8 +77,7 @@ class Rows:
     def prepare(self, plan: Plan) -> DecodeState:
         """The state that a plan's step runs on, with the plan's changes applied; admitted rows are inactive."""
         if self.state is not None and not (plan.removed or plan.admitted):
-            if plan.grants:
-                self._grant(self.state, plan.grants)
+            self._grant(self.state, plan.grants)
             return self.state
         before = self.state
         inactive = [self._row_of.pop(request) for request in plan.removed]
@@ -92,8 +91,7 @@ class Rows:
         self._row_of |= {request: free.pop() for request in plan.admitted}
         inactive += [self._row_of[request] for request in plan.admitted]
         self._write(state, inactive, plan.admitted)
-        if plan.grants:
-            self._grant(state, plan.grants)
+        self._grant(state, plan.grants)
         return state
 
     def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
@@ -117,8 +115,11 @@ class Rows:
         return new
 
     def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
-        """Upload integers in one copy and floats in another, then write them with ops on the device; then biases."""
-        if not inactive and not admitted:
+        """Upload integers in one copy and floats in another, then write them with ops on the device; then biases.
+
+        inactive: rows to make inactive, among them those of `admitted`.
+        """
+        if not inactive:
             return
         at = [self._row_of[request] for request in admitted]
         k = state.drafts.shape[1]
@@ -148,22 +149,22 @@ class Rows:
         uploaded = upload([*columns.values(), *texts], torch.int64, self._device)
         of = dict(zip(columns, uploaded))
         rows = of["rows"]
-        if inactive:
-            state.active.index_fill_(0, of["inactive"], False)
-            # Recurrent layers locate their states by it, also those of inactive rows.
-            state.block_table.index_fill_(0, of["inactive"], 0)
-        if admitted:
-            values = {name: of[name] for name in ("max_len", "max_drafts", "min_len", "seed", "top_k")}
-            values["stop_ids"] = of["stop_ids"].view(-1, MAX_STOP_IDS)
-            params = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
-            values |= zip(_PARAMETERS, upload(params, torch.float64, self._device), strict=True)
-            for name, value in values.items():
-                tensor: Tensor = getattr(state, name)
-                tensor.index_copy_(0, rows, value.to(tensor.dtype))
-        if admitted and state.bias_ids is not None and state.bias is not None:
+        state.active.index_fill_(0, of["inactive"], False)
+        # Recurrent layers locate their states by it, also those of inactive rows.
+        state.block_table.index_fill_(0, of["inactive"], 0)
+        if not admitted:
+            return
+        values = {name: of[name] for name in ("max_len", "max_drafts", "min_len", "seed", "top_k")}
+        values["stop_ids"] = of["stop_ids"].view(-1, MAX_STOP_IDS)
+        params = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
+        values |= zip(_PARAMETERS, upload(params, torch.float64, self._device), strict=True)
+        for name, value in values.items():
+            tensor: Tensor = getattr(state, name)
+            tensor.index_copy_(0, rows, value.to(tensor.dtype))
+        if state.bias_ids is not None and state.bias is not None:
             state.bias.index_fill_(0, rows, 0)
             self._write_biases(state.bias_ids, state.bias, admitted)
-        if admitted and state.in_prompt is not None and state.num_emitted is not None:
+        if state.in_prompt is not None and state.num_emitted is not None:
             state.in_prompt.index_fill_(0, rows, False)
             state.num_emitted.index_fill_(0, rows, 0)
             if prompts:

@@ -139,9 +139,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(
-            map(len, list(self._waiting.values()))
-        )  # a copy: other threads may call this during a step
+        # A copy: other threads may call this during a step.
+        return sum(map(len, list(self._waiting.values())))
 
     @property
     def num_running(self) -> int:

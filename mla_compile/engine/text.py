@@ -1,9 +1,9 @@
 """Text in, text out: a checkpoint's tokenizer around the engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
 
@@ -16,8 +16,9 @@ from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.engine.start_ranks import start_ranks
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
+from mla_compile.hub import find_checkpoint
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
-from mla_compile.models.checkpoint import directory_of, open_checkpoint, read_config
+from mla_compile.models.checkpoint import LoadSettings, open_checkpoint, read_config
 from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
@@ -72,19 +73,14 @@ class Checkpoint:
         if expert_parallel and size == 1:
             hint = "use tensor_parallel_size=2, for example"
             raise MLAError("expert_parallel", "more than one process", size, hint)
-        directory = directory_of(path)
+        directory = find_checkpoint(path)
         read_config(directory)
         found = _tokenizer(directory, tokenizer, text=text)
-        settings: dict[str, Any] = {
-            "mtp": mtp,
-            "quantize": quantize,
-            "dequantize": dequantize,
-            "generation_config": generation_config,
-        }
+        settings = LoadSettings(mtp, quantize, dequantize, generation_config)
         parallel = None
         if size > 1:
             dtype = dtype or default_dtype(device)
-            whole = open_checkpoint(directory, dtype=dtype, **settings)[0]
+            whole = open_checkpoint(directory, settings, dtype=dtype)[0]
             check_divisible(whole, size, expert_parallel=expert_parallel, argument="tensor_parallel_size")
             parallel = start_ranks(
                 size,
@@ -92,9 +88,9 @@ class Checkpoint:
                 expert_parallel=expert_parallel,
                 path=str(directory.resolve()),
                 dtype=str(dtype).removeprefix("torch."),
-                **settings,
+                **asdict(settings),
             )
-        model = load_model(directory, dtype=dtype, device=device, parallel=parallel, **settings)
+        model = load_model(directory, dtype=dtype, device=device, parallel=parallel, **asdict(settings))
         return cls(model, found)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
@@ -211,13 +207,12 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    mtp = loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter"))
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(
         model,
         dtype=dtype,
         device=device,
-        mtp=mtp,
+        mtp=loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter")),
         quantize=quantize,
         dequantize=dequantize,
         generation_config=generation_config,

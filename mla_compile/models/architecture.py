@@ -66,21 +66,19 @@ class Routing:
         return routing
 
     def _check(self, prefix: str) -> None:
+        """`check_settings` has rejected numbers below 1."""
         least = 2 if self.scoring == "sigmoid" else 1
-        if (
-            self.num_groups < 1
-            or self.num_experts % self.num_groups
-            or self.num_experts < least * self.num_groups
-        ):
+        in_group, left_over = divmod(self.num_experts, self.num_groups)
+        if left_over or in_group < least:
             expected = (
                 f"a divisor of n_routed_experts = {self.num_experts} that leaves groups of {least} or more"
             )
             raise MLAError(f"{prefix}n_group", expected, self.num_groups)
-        if not 1 <= self.topk_groups <= self.num_groups:
+        if self.topk_groups > self.num_groups:
             expected = f"between 1 and n_group = {self.num_groups}"
             raise MLAError(f"{prefix}topk_group", expected, self.topk_groups)
-        choice = self.topk_groups * (self.num_experts // self.num_groups)
-        if not 1 <= self.topk <= choice:
+        choice = self.topk_groups * in_group
+        if self.topk > choice:
             expected = f"between 1 and {choice}, the experts of topk_group groups"
             raise MLAError(f"{prefix}num_experts_per_tok", expected, self.topk)
 

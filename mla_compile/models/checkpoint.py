@@ -1,7 +1,7 @@
 """Loads Hugging Face checkpoints. transformers is imported only when a checkpoint is loaded."""
 
 from contextlib import nullcontext
-from os import PathLike
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,6 @@ from mla_compile.models.generation_config import read_generation_config
 from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.names import (
     destinations,
-    is_past_trunk,
     layers_of,
     layers_past_trunk,
     num_separate_experts,
@@ -41,6 +40,16 @@ CONFIG = "config.json"
 _FLOAT8_SCALE = "F8_E8M0"  # safetensors' name
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """The arguments of `load_model` that decide what is loaded: see there."""
+
+    mtp: bool | None = None
+    quantize: Literal["fp8"] | None = None
+    dequantize: bool = False
+    generation_config: Literal["auto", "none"] = "auto"
 
 
 def load_model(
@@ -90,16 +99,9 @@ def load_model(
     with together():
         _check_target(dtype, device)
         dtype = dtype or default_dtype(device)
+    settings = LoadSettings(mtp, quantize, dequantize, generation_config)
     with announce_if_slow("opening the checkpoint", is_shown=is_shown), together():
-        model, files, block = open_checkpoint(
-            path,
-            dtype=dtype,
-            mtp=mtp,
-            quantize=quantize,
-            dequantize=dequantize,
-            generation_config=generation_config,
-            parallel=parallel,
-        )
+        model, files, block = open_checkpoint(path, settings, dtype=dtype, parallel=parallel)
     with together():
         model.to_empty(device=device)
         pack_adjacent(model)  # before the weights have values
@@ -132,33 +134,27 @@ def meta_model(
     Raises:
         MLAError: as `load_model` for the config and these arguments.
     """
-    config, block = read_config(directory_of(path))
+    config, block = read_config(find_checkpoint(path))
     _check_quantize(quantize, dequantize, block)
     with torch.device("meta"):
-        model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp).to(dtype)
+        has_mtp = bool(getattr(config, "num_nextn_predict_layers", 0)) if mtp is None else mtp
+        model = MLAForCausalLM(config, mtp=has_mtp).to(dtype)
     if quantize is not None or (block == (BLOCK, BLOCK) and not dequantize):
         fp8.put_fp8_layers(model, lambda name: "eh_proj" not in name)
     return model
 
 
 def open_checkpoint(
-    path: str | Path,
-    *,
-    dtype: torch.dtype,
-    mtp: bool | None = None,
-    quantize: Literal["fp8"] | None = None,
-    dequantize: bool = False,
-    generation_config: Literal["auto", "none"] = "auto",
-    parallel: Parallel | None = None,
+    path: str | Path, settings: LoadSettings, *, dtype: torch.dtype, parallel: Parallel | None = None
 ) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
     """The model that `load_model` fills, still on the meta device, its files, and the FP8 block of their weights.
 
     It makes all checks of files that `load_model` documents.
     """
-    directory = directory_of(path)
+    directory, mtp = find_checkpoint(path), settings.mtp
     config, block = read_config(directory)
-    _check_quantize(quantize, dequantize, block)
-    sampling, stop_ids = read_generation_config(directory, config, generation_config)
+    _check_quantize(settings.quantize, settings.dequantize, block)
+    sampling, stop_ids = read_generation_config(directory, config, settings.generation_config)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
@@ -176,13 +172,13 @@ def open_checkpoint(
         read = parts(name, parameter, model.arch.num_layers, files.entries)
         in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
         if not any(in_fp8):
-            return quantize is not None and "eh_proj" not in name
+            return settings.quantize is not None and "eh_proj" not in name
         if block != (BLOCK, BLOCK) or not all(in_fp8):
             return False
         # If gate and up are one tensor, a block must not span both.
         return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
 
-    if not dequantize:
+    if not settings.dequantize:
         fp8.put_fp8_layers(model, is_fp8)
     if parallel is not None:
         check_divisible(
@@ -190,17 +186,6 @@ def open_checkpoint(
         )
         divide(model, parallel)
     return model, files, block
-
-
-def directory_of(path: object) -> Path:
-    """A checkpoint's directory: `path`, or the snapshot of the model that it names in the Hugging Face cache.
-
-    Raises:
-        MLAError: `path` is neither a str nor a path; the cache has no such model.
-    """
-    if not isinstance(path, str | PathLike):
-        raise MLAError("path", "a checkpoint's directory", f"{path!r:.80}")
-    return find_checkpoint(Path(path))
 
 
 def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
@@ -225,17 +210,17 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     # transformers requires a Python float, and JSON may have 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
     if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
-        known["num_key_value_heads"] = known[
-            "num_attention_heads"
-        ]  # MLA has as many; transformers' default differs
-    config = _config(SAME_AS[model_type], known, file)
+        # MLA has as many; transformers' default differs.
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    from transformers import AutoConfig
+
+    try:
+        # Transformers' own class, and only these settings: others could make it read other files or run code.
+        config: PreTrainedConfig = AutoConfig.for_model(SAME_AS[model_type], **known)
+    except Exception as error:  # its validators raise many classes, all about the file's contents
+        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
     Architecture.from_config(config, prefix)
     return config, block
-
-
-def names_mtp(config: "PreTrainedConfig") -> bool:
-    """Whether a config has an MTP layer. `load_model` decides by the checkpoint's tensors instead."""
-    return bool(getattr(config, "num_nextn_predict_layers", 0))
 
 
 def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -250,17 +235,6 @@ def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
             check_settings(table, ROPE_SETTINGS, f"{prefix}{key}.")
             return top | {"rope_parameters": {name: table[name] for name in ROPE_SETTINGS if name in table}}
     return top
-
-
-def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    try:
-        # Transformers' own class, and only these settings: others could make it read other files or run code.
-        config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # its validators raise many classes, all about the file's contents
-        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
-    return config
 
 
 def _check_target(dtype: torch.dtype | None, device: str | torch.device) -> None:
@@ -316,9 +290,8 @@ def _check(
 ) -> None:
     """Compare a checkpoint's headers with the tensors of the model (on the meta device)."""
     experts = num_separate_experts(model, files.entries)
-    if experts > len(
-        files.entries
-    ):  # each has three tensors, and a hostile config could make listing them take for ever
+    # Each has three tensors, and a hostile config could make listing them take for ever.
+    if experts > len(files.entries):
         expected = f"at most as many experts as the files have tensors, {len(files.entries)}"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
@@ -340,7 +313,7 @@ def _check(
     missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in files.entries]
     extra, misshapen = [], []
     for name, entry in files.entries.items():
-        unwanted = model.mtp is None and is_past_trunk(name, model.arch.num_layers)
+        unwanted = model.mtp is None and layers_past_trunk([name], model.arch.num_layers)
         if unwanted or name.endswith(".rotary_emb.inv_freq"):
             continue
         if name not in known:

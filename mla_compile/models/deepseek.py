@@ -145,8 +145,7 @@ class MLAForCausalLM(nn.Module):
             MLAError: the model has no MTP layer.
         """
         if self.mtp is None:
-            raise MLAError(
-                "mtp", "a model with an MTP layer", "one without it", "load a checkpoint that has one"
-            )
+            hint = "load a checkpoint that has one"
+            raise MLAError("mtp", "a model with an MTP layer", "one without it", hint)
         out: Tensor = self.mtp(self._embed(next_token_ids), hidden, self.rotary(positions), batch)
         return out

@@ -14,9 +14,8 @@ from mla_compile.hub import download_hint, repository_of
 MAX_CONFIG = 2**24
 """Maximum bytes of a file of settings."""
 _PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
-_SHARED_BLOB = re.compile(
-    r"[0-9a-f]{64}"
-)  # a file of the Hugging Face cache's store, which repositories share
+# A file of the Hugging Face cache's store, which repositories share.
+_SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def plain_file(directory: Path, name: str) -> Path | None:

@@ -103,8 +103,3 @@ def layers_of(checkpoint: Iterable[str]) -> set[int]:
 def layers_past_trunk(checkpoint: Iterable[str], num_layers: int) -> list[int]:
     """The indices of the layers after the trunk in a checkpoint: its MTP layers."""
     return sorted(number for number in layers_of(checkpoint) if number >= num_layers)
-
-
-def is_past_trunk(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to an MTP layer."""
-    return bool(layers_past_trunk([name], num_layers))

@@ -51,7 +51,10 @@ class Parallel:
         if not (dist.is_available() and dist.is_initialized()):
             hint = "start the program with torchrun, and call torch.distributed.init_process_group() first"
             raise MLAError("Parallel", "a process group of torch.distributed", "none", hint)
-        ranks = _ranks(dist.group.WORLD)
+        group = dist.group.WORLD
+        if group not in _made:
+            _made[group] = Ranks()
+        ranks = _made[group]
         return cls(ranks.rank, ranks.size, expert_parallel, ranks)
 
     @contextmanager
@@ -72,9 +75,8 @@ class Parallel:
             raise failed
         for rank, what in enumerate(errors):
             if what:
-                raise MLAError(
-                    "parallel", "all processes to load their parts", f"from process {rank}: {what}"
-                )
+                expected = "all processes to load their parts"
+                raise MLAError("parallel", expected, f"from process {rank}: {what}")
 
 
 def check_parallel(parallel: object) -> None:
@@ -84,11 +86,4 @@ def check_parallel(parallel: object) -> None:
 
 
 _made: "WeakKeyDictionary[object, Ranks]" = WeakKeyDictionary()
-"""By default group of torch.distributed."""
-
-
-def _ranks(of_group: object) -> Ranks:
-    """Created once per default group: all engines share its gloo groups."""
-    if of_group not in _made:
-        _made[of_group] = Ranks()
-    return _made[of_group]
+"""By default group of torch.distributed, one each: all engines share its gloo groups."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_compile.errors import MLAError
-from mla_compile.models.layers import KeepsDtype
 from mla_compile.models.settings import ROPE_SETTINGS, check_settings
 
 if TYPE_CHECKING:
@@ -79,10 +78,9 @@ def _softmax_factor(parameters: dict[str, Any]) -> float:
     return float((0.1 * mscale * math.log(scale) + 1.0) ** 2)
 
 
-class RotaryEmbedding(KeepsDtype):
+class RotaryEmbedding(nn.Module):
     """Positions to angles."""
 
-    kept = ("inv_freq",)
     inv_freq: Tensor
 
     def __init__(self, rope: Rope) -> None:
@@ -91,8 +89,8 @@ class RotaryEmbedding(KeepsDtype):
         self.register_buffer("inv_freq", torch.tensor(rope.inv_freq, dtype=torch.float32), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        # `to_empty` loses the values.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # `to_empty` loses the values, and conversions their precision.
         self.inv_freq = torch.tensor(self.rope.inv_freq, dtype=torch.float32, device=self.inv_freq.device)
         return self
 

@@ -65,9 +65,8 @@ class SafetensorFiles:
                     header = file.get_slice(tensor)
                     self.entries[tensor] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
             except (OSError, SafetensorError) as error:
-                raise MLAError(
-                    str(path), "a readable safetensors file", error, download_hint(directory)
-                ) from error
+                hint = download_hint(directory)
+                raise MLAError(str(path), "a readable safetensors file", error, hint) from error
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU; its memory is the file's, mapped."""

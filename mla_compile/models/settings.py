@@ -40,11 +40,7 @@ _TEXT = Rule("a text", lambda value: type(value) is str)
 _WIDTH = _integer(1, 2**20)
 _HEAD_WIDTH = _integer(1, 2**16)
 _MAX_LAYERS = 1024
-_MAX_ENDS = MAX_STOP_IDS
-
-
-def _is_end(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+_END = _integer(0, 2**31 - 1)
 
 
 def _is_list(value: object, most: int, accepts: Callable[[object], bool]) -> bool:
@@ -53,8 +49,8 @@ def _is_list(value: object, most: int, accepts: Callable[[object], bool]) -> boo
 
 _ENDS = _or_null(
     Rule(
-        f"a token id, a list of at most {_MAX_ENDS}",
-        lambda value: _is_end(value) or _is_list(value, _MAX_ENDS, _is_end),
+        f"a token id, a list of at most {MAX_STOP_IDS}",
+        lambda value: _END.accepts(value) or _is_list(value, MAX_STOP_IDS, _END.accepts),
     )
 )
 _LAYER_TYPES = _or_null(

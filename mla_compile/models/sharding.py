@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mla_compile.errors import MLAError
-from mla_compile.models.architecture import Architecture
 from mla_compile.models.attention import MLAAttention
 from mla_compile.models.decoder import DecoderLayer
 from mla_compile.models.deepseek import MLAForCausalLM
@@ -131,7 +130,15 @@ def check_divisible(
 
 def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> dict[str, int]:
     """Counts that the number of GPUs must divide, by a description: settings first, then FP8 blocks."""
-    counts = _counts(model.arch)
+    arch = model.arch
+    counts = {
+        VOCABULARY: arch.vocab_size,
+        HEADS: arch.num_heads,
+        INTERMEDIATE: arch.intermediate_size,
+        EXPERTS: arch.routing.num_experts,
+        EXPERT_INTERMEDIATE: arch.moe_intermediate_size,
+        SHARED_INTERMEDIATE: arch.num_shared_experts * arch.moe_intermediate_size,
+    }
     settings: dict[str, int] = {}
     blocks: dict[str, int] = {}
     for name, tensor in model.named_parameters():
@@ -145,14 +152,3 @@ def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> dict[str, int]:
                 else:
                     blocks[f"{width // BLOCK} FP8 blocks of {how.of}"] = width // BLOCK
     return settings | blocks
-
-
-def _counts(arch: Architecture) -> dict[str, int]:
-    return {
-        VOCABULARY: arch.vocab_size,
-        HEADS: arch.num_heads,
-        INTERMEDIATE: arch.intermediate_size,
-        EXPERTS: arch.routing.num_experts,
-        EXPERT_INTERMEDIATE: arch.moe_intermediate_size,
-        SHARED_INTERMEDIATE: arch.num_shared_experts * arch.moe_intermediate_size,
-    }

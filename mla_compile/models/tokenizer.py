@@ -34,30 +34,22 @@ def _is_token(value: object) -> bool:
     return isinstance(value["content"] if isinstance(value, dict) and "content" in value else value, str)
 
 
+def _is_template(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
+
+
 _TOKEN = Rule("a token's text, or an object with its content", _is_token)
-_TOKENS = Rule(
-    "a list of tokens, or an object with a token for each name",
-    lambda value: (
-        isinstance(value, list | dict)
-        and all(map(_is_token, value.values() if isinstance(value, dict) else value))
-    ),
-)
-_TEMPLATES = Rule(
-    "a text, or a list of objects with a name and a template",
-    lambda value: (
-        isinstance(value, str)
-        or (
-            isinstance(value, list)
-            and all(
-                isinstance(item, dict) and all(isinstance(item.get(key), str) for key in ("name", "template"))
-                for item in value
-            )
-        )
-    ),
-)
 _TOKENS_BY_NAME = Rule(
     "an object with a token for each name",
     lambda value: isinstance(value, dict) and all(map(_is_token, value.values())),
+)
+_TOKENS = Rule(
+    "a list of tokens, or an object with a token for each name",
+    lambda value: _TOKENS_BY_NAME.accepts(value) or (isinstance(value, list) and all(map(_is_token, value))),
+)
+_TEMPLATES = Rule(
+    "a text, or a list of objects with a name and a template",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(_is_template, value))),
 )
 _TOKENS_BY_ID = Rule(
     "an object with a token, an object with its content, for each id",

@@ -30,7 +30,8 @@ class WeightLoader:
     ) -> None:
         """block: of the checkpoint's FP8 weights, if it has any. device: of the parameters."""
         self._files, self._block, self._device = files, block, device
-        self._parallel = model.parallel
+        parallel = model.parallel
+        self._rank, self._size = (0, 1) if parallel is None else (parallel.rank, parallel.size)
         self._places = destinations(model, files.entries)
         # The files lack the scales of weights that are quantised here.
         self._names = [name for name in self._places if name in files.entries]
@@ -55,13 +56,13 @@ class WeightLoader:
 
     def _num_bytes(self, name: str) -> int:
         _, how = self._places[name]
-        return self._files.entries[name].nbytes // (self._parallel.size if self._parallel and how else 1)
+        return self._files.entries[name].nbytes // (1 if how is None else self._size)
 
     def _read(self, name: str) -> Tensor:
         _, how = self._places[name]
-        if how is None or self._parallel is None:
+        if how is None:
             return self._files.read(name)
-        return self._files.read_part(name, how, self._parallel.rank, self._parallel.size)
+        return self._files.read_part(name, how, self._rank, self._size)
 
     def _quantize(self, name: str) -> None:
         place, scale_place = (self._places[each][0] for each in (name, name + SCALE_SUFFIX))
@@ -76,10 +77,8 @@ class WeightLoader:
         place, how = self._places[name]
         shape, block = self._files.entries[name].shape, self._block
         assert block is not None  # `load_model` rejects FP8 weights without it
-        dim, ranges = 0, [(0, shape[0])]
-        if how is not None and self._parallel is not None:
-            dim = how.dim
-            ranges = how.ranges(shape[dim], self._parallel.rank, self._parallel.size)
+        dim = 0 if how is None else how.dim
+        ranges = [(0, shape[0])] if how is None else how.ranges(shape[dim], self._rank, self._size)
         in_matrix = dim - len(shape)  # -2: output features; -1: input features; -3: whole matrices
         step = block[in_matrix] if in_matrix >= -2 else 1
         at = 0

@@ -10,5 +10,4 @@ from mla_compile.speculate.drafter import DrafterSettings as DrafterSettings
 from mla_compile.speculate.drafter import Verified as Verified
 from mla_compile.speculate.state import DecodeState as DecodeState
 from mla_compile.speculate.step import SpeculativeDecoder as SpeculativeDecoder
-from mla_compile.speculate.step import Step as Step
 from mla_compile.speculate.target import ServedModel as ServedModel

@@ -229,10 +229,8 @@ def select_drafter(drafter: DrafterName | DrafterKind | None, *, has_mtp: bool) 
     if kind is None:
         return next(kind for kind in DRAFTERS if kind.serves(has_mtp=has_mtp))
     if not kind.serves(has_mtp=has_mtp):
-        hint = "load a checkpoint with one"
-        raise MLAError(
-            "drafter", f"{ANY_MODEL!r} or None for a model without an MTP layer", repr(kind.name), hint
-        )
+        expected = f"{ANY_MODEL!r} or None for a model without an MTP layer"
+        raise MLAError("drafter", expected, repr(kind.name), "load a checkpoint with one")
     return kind
 
 

@@ -30,7 +30,6 @@ positions before it, but 0 x NaN is NaN. So tokens before s_j are emitted, and t
 step without drafts has no s_0, plain decoding would not have it either: the row ends.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -46,19 +45,9 @@ from mla_compile.speculate.ngram import record
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
 
-Step = Callable[[DecodeState], None]
-"""Advances a state in place."""
-
-
-def check_num_drafts(num_speculative_tokens: object) -> None:
-    """Raises `MLAError` for anything but an integer in [0, MAX_DRAFTS]."""
-    k = num_speculative_tokens
-    if type(k) is not int or not 0 <= k <= MAX_DRAFTS:
-        raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", repr(k))
-
 
 class SpeculativeDecoder(nn.Module):
-    """The step of a batch: `forward` is an MTP iteration that advances a `DecodeState`, `mixed` one with prompts.
+    """The step of a batch: an MTP iteration that advances a `DecodeState`, with prompt chunks or without.
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens per page.
@@ -83,9 +72,10 @@ class SpeculativeDecoder(nn.Module):
         decode_backend: str | None = None,
     ) -> None:
         super().__init__()
-        check_num_drafts(num_speculative_tokens)
         self.model = model
-        self.k = num_speculative_tokens
+        self.k = k = num_speculative_tokens
+        if type(k) is not int or not 0 <= k <= MAX_DRAFTS:
+            raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", repr(k))
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend
@@ -96,13 +86,10 @@ class SpeculativeDecoder(nn.Module):
         self.drafter = drafter
         self.aux_layers: tuple[int, ...] = getattr(drafter, "aux_layers", ())
 
-    def forward(self, state: DecodeState) -> None:
-        """Run one MTP iteration, in place; `state.report` has its result."""
-        logits, output = self.verify(state)
-        self.advance(state, self.choose_targets(state, logits), output)
+    def forward(self, state: DecodeState, packed: PackedChunks | None = None) -> None:
+        """Run one MTP iteration, in place; `state.report` has its result.
 
-    def mixed(self, state: DecodeState, packed: PackedChunks) -> None:
-        """Run one MTP iteration that prefills prompt chunks in the same forward.
+        packed: prompt chunks to prefill in the same forward.
 
         Rows with chunks must be inactive, with all tensors but `num_cached`, `last_token`, `drafts` and `report` set
         for the whole prompt. With its last chunk a row begins to decode: its report has its first token, and it gets
@@ -112,7 +99,8 @@ class SpeculativeDecoder(nn.Module):
         state of that position comes from the chunk; the rest of the step treats all rows alike.
         """
         logits, output = self.verify(state, packed)
-        self.advance(state, self.choose_targets(state, logits), output, packed.begins)
+        begins = None if packed is None else packed.begins
+        self.advance(state, self.choose_targets(state, logits), output, begins)
 
     def verify(self, state: DecodeState, packed: PackedChunks | None = None) -> tuple[Tensor, ForwardOutput]:
         """The first half of a step: run the last token and the drafts, and prompt chunks if there are any.

@@ -82,7 +82,7 @@ def checked_step(
     """A step that runs `step` and checks it as `shadow_check` does.
 
     Args:
-        step: changes a `DecodeState` in place; it may take `PackedChunks` too, as `SpeculativeDecoder.mixed` does.
+        step: changes a `DecodeState` in place; it may take `PackedChunks` too, as `SpeculativeDecoder` does.
         decoder: runs the same step eagerly.
     """
     calls = 0
@@ -121,7 +121,7 @@ def _differences(
             ran = torch.where(packed.begins, 1, ran)
         # A model that was compiled in place runs eagerly too.
         with torch.compiler.set_stance("force_eager"):
-            (decoder.mixed if chunks else decoder.forward)(state, *chunks)
+            decoder.forward(state, *chunks)
         found = [
             _in_cache(spec.name, got, spec.cache, was, tolerance)
             for spec, got, was in zip(specs, results, before, strict=False)

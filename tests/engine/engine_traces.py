@@ -23,7 +23,7 @@ from mla_compile.engine.reports import RowReport
 from mla_compile.engine.scheduler import Plan
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, Verified
-from tests.engine.engines import pool_of, with_lag, with_new_caches
+from tests.engine.engines import is_registered, pool_of, references, with_lag, with_new_caches
 from tests.engine.toy_engine import Arrival, Trace
 from tests.engine.watching import Watch
 from tests.models_for_tests import one_layer_model
@@ -225,7 +225,7 @@ class EngineRun:
         for latents in caches:
             latents[blank] = torch.nan
         engine.step()
-        shared = [page for page in range(engine.config.num_pages) if pool.is_registered(page)]
+        shared = [page for page in range(engine.config.num_pages) if is_registered(pool, page)]
         for latents in caches[: len(self.model.layers)]:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
@@ -258,7 +258,7 @@ class EngineRun:
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
         pool = pool_of(self.engine)
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
-        assert not any(pool.references(page) for page in range(pool.num_pages))
+        assert not any(references(pool, page) for page in range(pool.num_pages))
         assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
         assert not self.engine.has_work(), "a request was forgotten"
 

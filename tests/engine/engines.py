@@ -8,6 +8,7 @@ import torch
 
 from mla_compile import Engine
 from mla_compile.engine import Request
+from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.pages import PagePool
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import SpeculativeDecoder
@@ -47,9 +48,20 @@ def pool_of(of: Engine) -> PagePool:
     return of._scheduler.pool
 
 
+def references(pool: PagePool, page: int) -> int:
+    """The number of references to a page; 0: it is free."""
+    return pool._references[page]
+
+
+def is_registered(pool: PagePool, page: int) -> bool:
+    """Whether `match` can find a page, so that nothing may be written to it."""
+    return pool._key_of[page] is not None
+
+
 def with_new_caches(of: Engine, num_pages: int) -> Engine:
     """The engine on new caches of `num_pages` pages, filled with NaN; an engine allocates its private caches once."""
-    of._caches.allocate(replace(of.config, num_pages=num_pages))
+    config = replace(of.config, num_pages=num_pages)
+    of._caches = EngineCaches(of.model, of._caches._drafter, config)
     poison_caches(of.model)
     return of
 

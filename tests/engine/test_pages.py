@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mla_compile import MLAError
 from mla_compile.engine.pages import PagePool
+from tests.engine.engines import is_registered, references
 
 
 def pool(num_pages: int = 9, *, has_drafter: bool = False) -> PagePool:
@@ -25,7 +26,7 @@ def test_a_text_shorter_than_what_its_first_page_depends_on_registers_nothing() 
     of = PagePool(9, 2, lookahead=5)
     pages = of.allocate(1)
     of.commit(pages, [1, 2, 3], 2)
-    assert not of.is_registered(pages[0])
+    assert not is_registered(of, pages[0])
 
 
 def test_it_allocates_all_or_nothing_and_never_the_dummy_page() -> None:
@@ -44,7 +45,7 @@ def test_a_match_ends_where_the_texts_differ() -> None:
     assert of.match([1, 2, 9, 4, 9]) == pages[:1]
     assert of.match([9, 2, 3, 4, 9]) == []
     assert of.match([3, 4, 9]) == []  # the same tokens after another text
-    assert [of.references(page) for page in pages] == [3, 2, 1]
+    assert [references(of, page) for page in pages] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])
@@ -75,7 +76,7 @@ def test_pages_are_registered_once_they_are_full() -> None:
     assert of.match([1, 2, 3, 4, 5]) == []
     of.commit(pages, [1, 2, 3, 4, 5], 3)
     assert of.match([1, 2, 3, 4, 5]) == pages[:1]
-    assert [of.is_registered(page) for page in pages] == [True, False]
+    assert [is_registered(of, page) for page in pages] == [True, False]
 
 
 def test_equal_pages_are_registered_once_and_texts_behind_either_are_found() -> None:
@@ -157,7 +158,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         pages = pages + more
         self.pool.commit(pages, tokens, len(tokens) - known)
         for i, page in enumerate(pages):
-            if self.pool.is_registered(page):
+            if is_registered(self.pool, page):
                 assert len(tokens[: 2 * i + 3]) == 2 * i + 3
                 assert self.content.setdefault(page, tokens[: 2 * i + 3]) == tokens[: 2 * i + 3]
         self.rows.append((tokens, pages))
@@ -171,7 +172,7 @@ class PagePoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_reference_is_a_row_s(self) -> None:
         holders = [page for _, pages in self.rows for page in pages]
-        assert all(self.pool.references(page) == holders.count(page) for page in range(7))
+        assert all(references(self.pool, page) == holders.count(page) for page in range(7))
         assert self.pool.num_free == 6 - len(set(holders))
 
 

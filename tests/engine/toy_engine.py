@@ -22,6 +22,7 @@ from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Chunk, Plan, Scheduler
+from tests.engine.engines import is_registered, references
 
 EOS = 0
 DECODED = 10**9
@@ -225,7 +226,7 @@ class ToyDevice:
             pages += grant.pages
         held = Counter(page for row in self.rows.values() for page in row.pages)
         for page in range(self.pool.num_pages):
-            assert self.pool.references(page) == held[page], "block tables and references disagree"
+            assert references(self.pool, page) == held[page], "block tables and references disagree"
         assert held[DUMMY_PAGE] == 0
         reports = [self._decode(self.rows[request]) for request in plan.decodes]
         for chunk in plan.chunks:
@@ -323,8 +324,8 @@ class ToyDevice:
         index, offset = divmod(position, self.pool.page_size)
         assert index < len(row.pages), "written past the row's pages"
         page = row.pages[index]
-        assert self.pool.references(page) == 1, "written to a shared page"
-        assert not self.pool.is_registered(page), "written to a page that others may find"
+        assert references(self.pool, page) == 1, "written to a shared page"
+        assert not is_registered(self.pool, page), "written to a page that others may find"
         cache[page][offset] = value
 
 
@@ -488,7 +489,7 @@ class ToyEngine:
             self.outcome.tokens.append(emitted)
         assert self.pool.num_free == self.pool.num_pages - 1, "pages leaked"
         assert self.scheduler.num_running == 0 and not self.device.rows.keys() - self.scheduler._removed
-        assert not any(self.pool.references(page) for page in range(self.pool.num_pages))
+        assert not any(references(self.pool, page) for page in range(self.pool.num_pages))
 
     def alone(self, arrival: Arrival) -> list[int]:
         """The toy model's tokens, generated one at a time."""

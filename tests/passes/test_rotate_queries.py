@@ -400,9 +400,8 @@ def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_lau
     )
     on_device = ("token_ids", "next_token_ids", "last_of_row", "rows", "lens", "bounds", "room")
     chunks = replace(packed, **{name: getattr(packed, name).to("meta") for name in on_device})
-    step = decoder.mixed if kind == "mixed" else decoder
     with target.installed(16):
-        found = graph_of(step, *(state, chunks)[: 1 + (kind == "mixed")])
+        found = graph_of(decoder, *(state, chunks)[: 1 + (kind == "mixed")])
     monkeypatch.setattr(dispatch, "describe_device", lambda device: ("cuda", (9, 0)))
     gm = pipeline.run(*found, pipeline.passes_for(found[0], batch_invariant=batch_invariant))
     assert len(nodes_of(gm, "fused_linear")) > 0

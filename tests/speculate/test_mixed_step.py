@@ -75,7 +75,7 @@ class Runner:
         poison_caches(model)
         self.decoder = SpeculativeDecoder(model, k, page_size=PAGE, sampled=True)
         self.step: Callable[[DecodeState], None] = self.decoder
-        self.mixed: Callable[[DecodeState, PackedChunks], None] = self.decoder.mixed
+        self.mixed: Callable[[DecodeState, PackedChunks], None] = self.decoder
         self.state = DecodeState.allocate(rows, k, max_pages=MAX_PAGES, penalised_vocab=VOCAB)
         self.requests: dict[int, Request] = {}
         self.row_output: dict[int, Emitted] = {}
@@ -469,7 +469,7 @@ def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
 
     chunks = meta(chunks)
     with NoWait():
-        SpeculativeDecoder(model, k, page_size=PAGE, sampled=True).mixed(state, chunks)
+        SpeculativeDecoder(model, k, page_size=PAGE, sampled=True)(state, chunks)
 
 
 def test_chunks_of_padding_have_no_row_and_no_keys() -> None:
@@ -533,7 +533,7 @@ def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
         runner = Runner(model, k, rows)
         if compiled is None:
             decoder = runner.decoder
-            mixed = with_own_code(decoder.mixed)
+            mixed = with_own_code(decoder.forward)
             compiled = torch.compile(mixed, backend="mla", mode="reduce-overhead", fullgraph=True)
         runner.mixed = compiled
         requests = [Request(*pair) for pair in zip(PROMPTS, SAMPLED, strict=True)]
@@ -575,7 +575,7 @@ def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalL
 
     class Mixed(nn.Module):
         def forward(self, state: DecodeState, chunks: PackedChunks) -> None:
-            runner.decoder.mixed(state, chunks)
+            runner.decoder(state, chunks)
 
     found = capture_graph(Mixed(), (runner.state, runner.chunks([(0, 0, 2)])), {})
     assert found is not None
@@ -612,7 +612,7 @@ def test_torch_can_compare_the_strides_of_all_that_a_mixed_step_is_given(model: 
         return gm.forward
 
     runner = Runner(model, 1, 2)
-    runner.mixed = torch.compile(with_own_code(runner.decoder.mixed), backend=backend, fullgraph=True)
+    runner.mixed = torch.compile(with_own_code(runner.decoder.forward), backend=backend, fullgraph=True)
     runner.admit(0, Request(PROMPTS[0]))
     runner.run([(0, 0, 2)])
     assert any(len(strides) == 2 and "u" in str(strides) for strides in compared), "bounds among them"

@@ -345,7 +345,7 @@ def test_a_fault_in_a_step_with_prompts_is_told(fault: tuple[int, int] | None, m
     packed = PackedChunks.pack(chunks, state, page_size=4)
 
     def step(state: DecodeState, packed: PackedChunks) -> None:
-        decoder.mixed(state, packed)
+        decoder(state, packed)
         if fault is not None:
             started.caches[1][*fault, 2] = 0.5
 
