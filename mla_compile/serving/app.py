@@ -74,10 +74,7 @@ def create_app(settings: ServerSettings) -> Starlette:
 
 
 class Server:
-    """One engine behind HTTP.
-
-    failure: why the engine failed to start; None if it did not fail, or not yet.
-    """
+    """One engine behind HTTP."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -96,19 +93,12 @@ class Server:
         self._is_draining = False
         self._starting: asyncio.Task[None] | None = None
         self._created = int(time.time())
-        self.failure: BaseException | None = None
 
     async def __aenter__(self) -> None:
-        self._starting = asyncio.create_task(self._start())
-
-    async def _start(self) -> None:
-        try:
-            await self._client.start()
-        except (MLAError, RuntimeError) as error:
-            self.failure = error
+        self._starting = asyncio.create_task(self._client.start())
 
     async def started(self) -> None:
-        """Wait until the engine is ready or `failure` is set."""
+        """Wait until the engine is ready; raises like `EngineClient.start`."""
         assert self._starting is not None
         await self._starting
 
@@ -158,20 +148,17 @@ class Server:
         """An endpoint that requires a key; exceptions of its handler become responses."""
 
         async def run(request: Request) -> Response:
-            response = await self._answered(handle, request)
+            try:
+                self._check_key(request)
+                response = await handle(request)
+            except ClientGone:
+                response = Response(status_code=499)
+            except BaseException as error:
+                response = self._failure(error).response()
             self._metrics.requests.labels(path, response.status_code).inc()
             return response
 
         return Route(path, run, methods=[method])
-
-    async def _answered(self, handle: _Handler, request: Request) -> Response:
-        try:
-            self._check_key(request)
-            return await handle(request)
-        except ClientGone:
-            return Response(status_code=499)
-        except BaseException as error:
-            return self._failure(error).response()
 
     def _failure(self, error: BaseException) -> Failure:
         """The failure to send for an error; raises errors that concern more than one request."""

@@ -96,8 +96,6 @@ class Replica:
         self._server: Server = self._app.state.server
         await self._server.__aenter__()
         await self._server.started()
-        if self._server.failure is not None:
-            raise self._server.failure
 
     async def __del__(self) -> None:  # Ray awaits it too
         if hasattr(self, "_server"):
