@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mla_compile.explanation.layers import Decode, Group, Layers, Prefill
+from mla_compile.explanation.layers import Group, Layers
 from mla_compile.passes.nodes import op_name
 
 
@@ -35,7 +35,11 @@ def _group(group: Group) -> Iterator[str]:
     layer = group.layer
     decode, prefill = layer.decode, layer.prefill
     yield group.title
-    parts = ([_decode_tokens(decode)] if decode else []) + ([_prefill_tokens(prefill)] if prefill else [])
+    parts = []
+    if decode:
+        parts.append(f"{decode.tokens} decode ({counted(decode.rows, 'row')} x q_len {decode.q_len})")
+    if prefill:
+        parts.append(f"{prefill.tokens} prefill ({counted(prefill.chunks, 'chunk')})")
     yield f"  tokens   {layer.tokens} = {' + '.join(parts)}"
     arguments = f"q_nope {layer.q_nope}, q_pe {layer.q_pe}, kv_c {layer.kv_c}, k_pe {layer.k_pe}"
     yield f"  before   mla_attention({arguments}) -> {layer.out}"
@@ -50,14 +54,6 @@ def _group(group: Group) -> Iterator[str]:
         yield f"  prefill  mla_prefill  q {prefill.q}, {counted(prefill.keys, 'key')} read -> {prefill.out}"
     if decode and prefill:
         yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
-
-
-def _decode_tokens(decode: Decode) -> str:
-    return f"{decode.tokens} decode ({counted(decode.rows, 'row')} x q_len {decode.q_len})"
-
-
-def _prefill_tokens(prefill: Prefill) -> str:
-    return f"{prefill.tokens} prefill ({counted(prefill.chunks, 'chunk')})"
 
 
 def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:
