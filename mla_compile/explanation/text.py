@@ -1,7 +1,7 @@
 """The explanation as text."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -11,24 +11,12 @@ from mla_compile.passes.nodes import op_name
 
 def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
     """The text: a block for each group of layers, then one for the node counts."""
-    return "\n\n".join("\n".join(block) for block in _blocks(graphs, layers)) + "\n"
-
-
-def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[str]]:
-    yield [
-        f"{counted(layers.calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
-        *_symbols(layers),
-    ]
-    if not layers.groups:
-        yield [layers.why_none]
-    for group in layers.groups:
-        yield list(_group(group))
-    yield list(_counts(graphs))
-
-
-def _symbols(layers: Layers) -> list[str]:
-    hints = [f"{name} = {hint}" for name, hint in layers.hints.items() if name.isalnum()]
-    return [f"dynamic sizes, with their values in this call: {', '.join(hints)}"] if hints else []
+    passes = ", ".join(list(graphs)[1:]) or "none"
+    head = [f"{counted(layers.calls, 'attention call')}; passes: {passes}"]
+    if hints := [f"{name} = {hint}" for name, hint in layers.hints.items() if name.isalnum()]:
+        head.append(f"dynamic sizes, with their values in this call: {', '.join(hints)}")
+    groups: Sequence[Iterable[str]] = [_group(group) for group in layers.groups] or [[layers.why_none]]
+    return "\n\n".join("\n".join(block) for block in (head, *groups, _counts(graphs))) + "\n"
 
 
 def _group(group: Group) -> Iterator[str]:

@@ -148,9 +148,7 @@ class Choice:
         return self._shaped({"text": text})
 
     def _new_text(self) -> str:
-        text: object = self._text.feed(self._completion)
-        if not isinstance(text, str):
-            raise TypeError(f"expected text, got {type(text).__name__}")
+        text = self._text.feed(self._completion)
         text.encode()  # JSON cannot have what UTF-8 cannot encode
         return text
 

@@ -98,9 +98,6 @@ class TransformersTarget(nn.Module):
             specs += [layer.spec("mtp.layer.self_attn", "drafter", 1) for layer in self._mtp.latent.values()]
         return specs
 
-    def _paged(self) -> list[PagedLatentCache]:
-        return [cache for cache in (self._trunk, self._mtp) if cache is not None]
-
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
@@ -155,8 +152,9 @@ class TransformersTarget(nn.Module):
         # Keeps a forward that other code has set.
         replaced = [(module, forward) for module, forward in self._experts if "forward" not in vars(module)]
         with ExitStack() as stack:
-            for cache in self._paged():
-                stack.enter_context(cache.bound())
+            for cache in (self._trunk, self._mtp):
+                if cache is not None:
+                    stack.enter_context(cache.bound())
             stack.enter_context(self._rope.fixed(longest))
             try:
                 for config in self._configs:
