@@ -5,9 +5,9 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models import load_tokenizer
 from mla_compile.serving.chat_templates import read_chat_template
 from mla_compile.serving.engine_client import Answer, EngineClient
-from mla_compile.serving.failures import BadRequest, Failure, NotReady
+from mla_compile.serving.failures import BadField, BadRequest, Failure, NotReady
 from mla_compile.serving.grammars import GrammarCheck
 from mla_compile.serving.messages import ModelLimits, Update
 from mla_compile.serving.metrics import Metrics
@@ -59,15 +59,11 @@ T = TypeVar("T")
 def create_app(settings: ServerSettings) -> Starlette:
     """The app of one engine: it starts and stops the engine. `app.state.server` is its `Server`."""
     server = Server(settings)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with server:
-            yield
-
-    errors = {HTTPException: _http_error, Exception: _own_error}
     app = Starlette(
-        routes=server.routes(), middleware=checks(settings), exception_handlers=errors, lifespan=lifespan
+        routes=server.routes(),
+        middleware=checks(settings),
+        exception_handlers={HTTPException: _http_error, Exception: _own_error},
+        lifespan=lambda _: server,
     )
     app.state.server = server
     return app
@@ -217,8 +213,7 @@ class Server:
                     check = self._grammars.why_not(asked.grammar)
                     why_not = await while_connected(request.receive, check)
                 if why_not is not None:
-                    message = f"{asked.grammar_field}: invalid grammar: {why_not}"
-                    raise BadRequest(message, asked.grammar_field, "invalid_grammar")
+                    raise BadField(asked.grammar_field, f"invalid grammar: {why_not}", "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
             if asked.body.stream:

@@ -23,7 +23,6 @@ from mla_compile.serving.openai_bodies import (
     CompletionBody,
     Message,
     SamplingBody,
-    StructuredOutputs,
     TokenizeBody,
     mistake,
 )
@@ -44,7 +43,6 @@ class CompletionsAsked:
 
     prompts: token ids of each; one for a chat.
     params: with `max_tokens`; `n` is per prompt.
-    grammar_field: the field of the body with the grammar.
     echoes: the prompts' texts, if each choice begins with its own.
     """
 
@@ -52,12 +50,16 @@ class CompletionsAsked:
     prompts: list[list[int]]
     params: SamplingParams
     grammar: GrammarSource | None = None
-    grammar_field: str | None = None
     echoes: list[str] | None = None
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field of the body with the grammar, if there is one."""
+        return "response_format" if self.body.structured_outputs is None else "structured_outputs"
 
     @property
     def include_usage(self) -> bool:
@@ -216,7 +218,7 @@ def _asked(
             raise BadRequest(str(error), name, code) from None
     if asked.stream_options is not None and not asked.stream:
         raise BadField("stream_options", "requires stream = true")
-    grammar, grammar_field = _grammar(asked)
+    grammar = _grammar(asked)
     if grammar is not None and asked.ignore_eos and not asked.stop_token_ids:
         raise BadField("ignore_eos", "with a grammar, expected false, or stop_token_ids to end the text")
     max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
@@ -224,21 +226,18 @@ def _asked(
         params = replace(params, max_tokens=max_tokens)
     except MLAError as error:
         raise BadRequest(str(error), error.name) from None
-    return CompletionsAsked(asked, prompts, params, grammar, grammar_field)
+    return CompletionsAsked(asked, prompts, params, grammar)
 
 
-def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, None]:
-    """The grammar of the text, and the field that has it."""
+def _grammar(asked: SamplingBody) -> GrammarSource | None:
     outputs, form = asked.structured_outputs, asked.response_format
     if form is not None and form.type != "text":
         if outputs is not None:
             raise BadField("structured_outputs", "expected structured_outputs or response_format, got both")
         schema = None if form.json_schema is None else form.json_schema.text
-        return GrammarSource("json_schema", schema or '{"type": "object"}'), "response_format"
-    return (None, None) if outputs is None else (_structured(outputs), "structured_outputs")
-
-
-def _structured(outputs: StructuredOutputs) -> GrammarSource:
+        return GrammarSource("json_schema", schema or '{"type": "object"}')
+    if outputs is None:
+        return None
     if outputs.choice is not None:
         return GrammarSource("ebnf", "start: " + " | ".join(map(json.dumps, outputs.choice)))
     if outputs.json_schema is not None:

@@ -37,8 +37,8 @@ class Response:
         count = len(asked.prompts) * asked.params.n
         self._choices = _made(lambda: [Choice(asked, index, vocabulary) for index in range(count)])
         prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.body.model}
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": asked.body.model}
 
     def opening(self) -> list[dict[str, Any]]:
         """The first chunks of a stream: the role of each choice of a chat, or the prompt that it begins with."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -56,15 +57,10 @@ def shadow_check(engine: Engine, *, every: int = 1, tolerance: float | None = No
     check_positive("every", every)
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise MLAError("tolerance", "a finite number >= 0", tolerance)
-    checked: dict[Callable[..., None], Callable[..., None]] = {}
-
-    def around(step: Callable[..., None], decoder: SpeculativeDecoder) -> Callable[..., None]:
-        if step not in checked:
-            checked[step] = checked_step(step, decoder, every=every, tolerance=tolerance)
-        return checked[step]
-
     steps = engine._launcher.steps
-    steps.around = around
+    steps.around = cache(
+        partial(checked_step, every=every, tolerance=tolerance)
+    )  # each step counts its calls
     try:
         yield
     finally:

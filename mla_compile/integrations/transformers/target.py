@@ -148,25 +148,20 @@ class TransformersTarget(nn.Module):
         longest: tokens of the longest row, prompt and generation together.
         """
         check_model(self.model)  # adapters may have been added
-        before = [config._attn_implementation for config in self._configs]
-        # Keeps a forward that other code has set.
-        replaced = [(module, forward) for module, forward in self._experts if "forward" not in vars(module)]
         with ExitStack() as stack:
             for cache in (self._trunk, self._mtp):
-                if cache is not None:
-                    stack.enter_context(cache.bound())
+                for layer in () if cache is None else cache.latent.values():
+                    vars(layer.attention)["mla_layer"] = layer
+                    stack.callback(delattr, layer.attention, "mla_layer")
             stack.enter_context(self._rope.fixed(longest))
-            try:
-                for config in self._configs:
-                    config._attn_implementation = ATTENTION
-                for module, forward in replaced:
+            for config in self._configs:
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = ATTENTION
+            for module, forward in self._experts:
+                if "forward" not in vars(module):  # else other code has set it
                     module.forward = forward
-                yield
-            finally:
-                for module, _ in replaced:
-                    del module.forward
-                for config, implementation in zip(self._configs, before, strict=True):
-                    config._attn_implementation = implementation
+                    stack.callback(delattr, module, "forward")
+            yield
 
 
 def _up_projection(cache: PagedLatentCache) -> Tensor:
