@@ -125,15 +125,12 @@ class Server:
 
     def routes(self) -> list[Route]:
         """All endpoints."""
-        handlers = {
-            "/v1/completions": self._completions(parse_completion),
-            "/v1/chat/completions": self._completions(parse_chat),
-            "/tokenize": self._tokenize,
-        }
-        keyed = [self._keyed(path, handle, "POST") for path, handle in handlers.items()]
-        keyed += [self._keyed(path, self._models, "GET") for path in ("/v1/models", "/v1/models/{name:path}")]
         return [
-            *keyed,
+            self._keyed("/v1/completions", self._completions(parse_completion), "POST"),
+            self._keyed("/v1/chat/completions", self._completions(parse_chat), "POST"),
+            self._keyed("/tokenize", self._tokenize, "POST"),
+            self._keyed("/v1/models", self._models, "GET"),
+            self._keyed("/v1/models/{name:path}", self._models, "GET"),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics_page),

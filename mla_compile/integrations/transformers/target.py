@@ -153,7 +153,7 @@ class TransformersTarget(nn.Module):
                 for layer in () if cache is None else cache.latent.values():
                     vars(layer.attention)["mla_layer"] = layer
                     stack.callback(delattr, layer.attention, "mla_layer")
-            stack.enter_context(self._rope.fixed(longest))
+            self._rope.fix(longest, stack)
             for config in self._configs:
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION
