@@ -230,6 +230,7 @@ def _asked(
 
 
 def _grammar(asked: SamplingBody) -> GrammarSource | None:
+    """The grammar of the text."""
     outputs, form = asked.structured_outputs, asked.response_format
     if form is not None and form.type != "text":
         if outputs is not None:
