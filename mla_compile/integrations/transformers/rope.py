@@ -32,18 +32,12 @@ class FixedRope:
     def fix(self, longest: int, stack: ExitStack) -> None:
         """Use the frequencies for rows of up to `longest` tokens until the stack is closed."""
         for module, inv_freq in self._modules:
-            inv_freq.copy_(_frequencies(module, longest))
+            limit = module.config.rope_parameters["original_max_position_embeddings"]
+            frequencies = module.original_inv_freq
+            if longest > limit:
+                init = ROPE_INIT_FUNCTIONS["longrope"]
+                frequencies, _ = init(module.config, module.inv_freq.device, seq_len=limit + 1)
+            inv_freq.copy_(frequencies)
             for name, value in (("inv_freq", inv_freq), ("rope_type", "default")):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
-
-
-def _frequencies(module: Any, longest: int) -> Tensor:
-    limit = module.config.rope_parameters["original_max_position_embeddings"]
-    if longest <= limit:
-        short: Tensor = module.original_inv_freq
-        return short
-    frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](
-        module.config, module.inv_freq.device, seq_len=limit + 1
-    )[0]
-    return frequencies
