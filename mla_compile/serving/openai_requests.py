@@ -173,8 +173,9 @@ def _read(kind: type[B], body: bytes, limits: ModelLimits) -> B:
         first = error.errors(include_url=False)[0]
         path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
         raise BadField(path, mistake(first)) from None
-    if asked.model is not None and asked.model != limits.model_name:
-        message = f"the model {asked.model[:100]!r} does not exist; this server has {limits.model_name!r}"
+    if asked.model not in (None, limits.model_name):
+        given_name = str(asked.model)[:100]
+        message = f"the model {given_name!r} does not exist; this server has {limits.model_name!r}"
         raise BadRequest(message, "model", "model_not_found", status=404)
     return asked
 
