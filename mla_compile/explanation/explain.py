@@ -68,15 +68,15 @@ def explain(
     if captured is None:
         raise MLAError("model", "a call with tensor operations", "one without any")
     gm, example_inputs = captured
-    graphs = {"captured": _copy(gm)}
+    graphs = {"captured": copy_graph(gm)}
     for applied, result in pipeline.steps(gm, example_inputs, passes):
         if applied.changed:
             names = (f"{applied.name} {number}" if number > 1 else applied.name for number in count(1))
-            graphs[next(name for name in names if name not in graphs)] = _copy(result)
+            graphs[next(name for name in names if name not in graphs)] = copy_graph(result)
     return Explanation(graphs, find_layers(graphs))
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph module with new nodes, which have the names and metadata of the old ones."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {}, return_output_node=True)
