@@ -33,10 +33,9 @@ class OneLineErrors(TyperGroup):
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **settings: Any
     ) -> Any:
-        if not settings.pop("standalone_mode", True):
-            return super().main(args, prog_name, standalone_mode=False, **settings)
+        settings["standalone_mode"] = False
         try:
-            sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
+            sys.exit(super().main(args, prog_name, **settings))
         except _UsageError as error:
             _fail(f"{error.format_message()} (see --help)")
         except MLAError as error:

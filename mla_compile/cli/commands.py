@@ -93,7 +93,6 @@ def generate(
     complete(
         prompts,
         write,
-        streamed=prompt is not None,
         model=model,
         checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
         max_new_tokens=max_new_tokens,

@@ -32,7 +32,8 @@ def print_environment(*, verbose: bool) -> None:
     for name, value in _defaults(device).items():
         _print_wrapped(f"  {name:<16}", value)
     for reason, candidates in _missing(here).items():
-        _print_wrapped(f"  {'not used':<16}", f"{_few(candidates)}: {reason}")
+        more = f" and {len(candidates) - 3} more" if len(candidates) > 3 else ""
+        _print_wrapped(f"  {'not used':<16}", f"{', '.join(candidates[:3])}{more}: {reason}")
     typer.echo()
     for name, value in _versions().items():
         _print_wrapped(f"  {name:<16}", value)
@@ -51,13 +52,14 @@ def _defaults(device: torch.device) -> dict[str, str]:
     """What runs a model on this device unless a flag says otherwise."""
     is_gpu = device.type == "cuda"
     why_eager = None if is_gpu else cannot_compile()
+    why_no_gpu = "no CUDA device" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
     compiled = "compiled before they run" if is_gpu else "eager until a thread has compiled them"
     call = Call(*describe_device(device), captured=is_gpu)
     backends = [each for each in DECODE_BACKENDS if not each.batch_invariant and each.why_not(call) is None]
     return {
         "device": _gpus()[0] if is_gpu else _cpu(),
         "steps": f"not compiled: {why_eager}" if why_eager else compiled,
-        "CUDA graphs": "recorded" if is_gpu else f"none: {_why_no_cuda()}",
+        "CUDA graphs": "recorded" if is_gpu else f"none: {why_no_gpu}",
         "decode backend": ", else ".join(each.name for each in backends),
         **defaults_here(device, usable_memory(device)),
     }
@@ -72,10 +74,6 @@ def _missing(here: Call) -> dict[str, list[str]]:
             if reason is not None and reason == candidate.why_not_installed() and candidate.capturable:
                 found[reason].append(f"{candidate.name} of {op}")
     return found
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _versions() -> dict[str, str]:
@@ -137,7 +135,3 @@ def _cpu() -> str:
 def _gpus() -> list[str]:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
-
-
-def _why_no_cuda() -> str:
-    return "no CUDA device" if torch.backends.cuda.is_built() else "this torch is built without CUDA"

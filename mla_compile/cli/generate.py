@@ -29,14 +29,13 @@ def complete(
     given: list[GivenPrompt],
     write: Write,
     *,
-    streamed: bool,
     model: Path,
     checkpoint_settings: CheckpointSettings,
     max_new_tokens: int,
     grammar: tuple[str, str] | None,
     **settings: Unpack[EngineSettings],
 ) -> None:
-    """Complete the prompts, and `write` a line for each. `streamed`: print the only prompt's text as it grows.
+    """Complete the prompts, and `write` a line for each; the completion of --prompt is printed as it grows.
 
     grammar: its flag and its text. settings: of the engine. The others: see the command.
     """
@@ -62,7 +61,7 @@ def complete(
         waits = len(prompts) > engine.config.max_rows  # else all prompts start together
         engine.warm_up(sampling=sampling[0], prompts=waits)
     updates = engine.stream(prompts, sampling, max_new_tokens=max_new_tokens, grammars=rules)
-    if streamed:
+    if given[0].line is None:  # it is --prompt
         completions = _show(given[0], updates, checkpoint)
     else:
         with announce_if_slow(f"completing {len(prompts)} prompts"):

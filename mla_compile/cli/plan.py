@@ -150,20 +150,18 @@ def _head(request: PlanRequest) -> Iterator[str]:
 
 
 def _table(request: PlanRequest, plan: MemoryPlan) -> Iterator[str]:
-    alike = f"{_gb(plan.alike)} of it replicated on every GPU" if plan.num_gpus > 1 else ""
     config, reserved = plan.config, request.memory - request.usable
-    pages = f"{config.num_pages:,} pages of {config.page_size}"
-    rows = (
-        pages
-        if request.settings["num_pages"]
-        else f"{config.max_rows:,} rows x {config.max_model_len:,} tokens: {pages}"
-    )
-    bound = f"a limit, with serve --capture-budget {plan.graphs}"
+    alike, pages = "", f"{config.num_pages:,} pages of {config.page_size}"
+    if not request.settings["num_pages"]:
+        pages = f"{config.max_rows:,} rows x {config.max_model_len:,} tokens: {pages}"
+    if plan.num_gpus > 1:
+        alike = f"{_gb(plan.alike)} of it replicated on every GPU"
+        pages += ", replicated on every GPU"
     lines = {
         "weights": (plan.weights, alike),
-        "cache": (plan.cache, rows + (", replicated on every GPU" if plan.num_gpus > 1 else "")),
+        "cache": (plan.cache, pages),
         "steps": (plan.steps, "an estimate of the working memory of one step"),
-        "graphs": (plan.graphs, bound),
+        "graphs": (plan.graphs, f"a limit, with serve --capture-budget {plan.graphs}"),
         "reserved": (reserved, f"{RESERVED:.0%}, for CUDA, kernel code and fragmentation"),
         "total": (plan.total + reserved, f"of {_gb(request.memory)}"),
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -107,13 +108,8 @@ def _parse(line: str, name: str, number: int, settings: dict[str, Any]) -> Given
 
 def check_text(prompt: object, name: str) -> None:
     """Raise `MLAError` unless it is a string without lone surrogates (an argument's bytes that are not UTF-8)."""
-    try:
-        if isinstance(prompt, str):
-            prompt.encode()
-            return
-    except UnicodeEncodeError:
-        pass
-    raise MLAError(f"{name}: prompt", "valid Unicode text", _shorten(prompt))
+    if not isinstance(prompt, str) or re.search("[\ud800-\udfff]", prompt):
+        raise MLAError(f"{name}: prompt", "valid Unicode text", _shorten(prompt))
 
 
 def _shorten(value: object) -> str:

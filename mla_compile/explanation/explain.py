@@ -67,20 +67,13 @@ def explain(
     captured = capture_graph(uncompiled(model), args, kwargs)
     if captured is None:
         raise MLAError("model", "a call with tensor operations", "one without any")
-    graphs = run_step_by_step(*captured, passes)
-    return Explanation(graphs, find_layers(graphs))
-
-
-def run_step_by_step(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] | None = None
-) -> dict[str, fx.GraphModule]:
-    """The captured graph, and the graph after each of `passes` (default: the backend's) that changes it; keeps `gm`."""
+    gm, example_inputs = captured
     graphs = {"captured": copy_graph(gm)}
-    for applied, result in pipeline.steps(copy_graph(gm), example_inputs, passes):
+    for applied, result in pipeline.steps(gm, example_inputs, passes):
         if applied.changed:
             names = (f"{applied.name} {number}" if number > 1 else applied.name for number in count(1))
             graphs[next(name for name in names if name not in graphs)] = copy_graph(result)
-    return graphs
+    return Explanation(graphs, find_layers(graphs))
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

@@ -1,7 +1,6 @@
 """Find every attention call of a graph, and the ops that replace it after the passes."""
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -115,12 +114,11 @@ def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     # A user's passes may keep the unified op, or add segments: calls without a counterpart are not drawn.
     paired = zip(*stages) if len({len(stage) for stage in stages}) == 1 else ()
     layers = [_layer(shapes, f"call {i}", *nodes) for i, nodes in enumerate(paired)]
-    return Layers(len(unified), list(_fold(layers)), shapes.hints)
-
-
-def _fold(layers: list[Layer]) -> Iterator[Group]:
-    for layer, same in groupby(layers, key=lambda layer: replace(layer, name="")):
-        yield Group(tuple(one.name for one in same), layer)
+    groups = [
+        Group(tuple(one.name for one in same), layer)
+        for layer, same in groupby(layers, key=lambda layer: replace(layer, name=""))
+    ]
+    return Layers(len(unified), groups, shapes.hints)
 
 
 def _calls(gm: fx.GraphModule) -> list[_Call]:

@@ -1,41 +1,33 @@
 """The explanation as text."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from mla_compile.explanation.layers import Decode, Group, Layers, Prefill
+from mla_compile.explanation.layers import Group, Layers
 from mla_compile.passes.nodes import op_name
 
 
 def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
     """The text: a block for each group of layers, then one for the node counts."""
-    return "\n\n".join("\n".join(block) for block in _blocks(graphs, layers)) + "\n"
-
-
-def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[str]]:
-    yield [
-        f"{counted(layers.calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
-        *_symbols(layers),
-    ]
-    if not layers.groups:
-        yield [layers.why_none]
-    for group in layers.groups:
-        yield list(_group(group))
-    yield list(_counts(graphs))
-
-
-def _symbols(layers: Layers) -> list[str]:
-    hints = [f"{name} = {hint}" for name, hint in layers.hints.items() if name.isalnum()]
-    return [f"dynamic sizes, with their values in this call: {', '.join(hints)}"] if hints else []
+    passes = ", ".join(list(graphs)[1:]) or "none"
+    head = [f"{counted(layers.calls, 'attention call')}; passes: {passes}"]
+    if hints := [f"{name} = {hint}" for name, hint in layers.hints.items() if name.isalnum()]:
+        head.append(f"dynamic sizes, with their values in this call: {', '.join(hints)}")
+    groups: Sequence[Iterable[str]] = [_group(group) for group in layers.groups] or [[layers.why_none]]
+    return "\n\n".join("\n".join(block) for block in (head, *groups, _counts(graphs))) + "\n"
 
 
 def _group(group: Group) -> Iterator[str]:
     layer = group.layer
     decode, prefill = layer.decode, layer.prefill
     yield group.title
-    parts = ([_decode_tokens(decode)] if decode else []) + ([_prefill_tokens(prefill)] if prefill else [])
+    parts = []
+    if decode:
+        parts.append(f"{decode.tokens} decode ({counted(decode.rows, 'row')} x q_len {decode.q_len})")
+    if prefill:
+        parts.append(f"{prefill.tokens} prefill ({counted(prefill.chunks, 'chunk')})")
     yield f"  tokens   {layer.tokens} = {' + '.join(parts)}"
     arguments = f"q_nope {layer.q_nope}, q_pe {layer.q_pe}, kv_c {layer.kv_c}, k_pe {layer.k_pe}"
     yield f"  before   mla_attention({arguments}) -> {layer.out}"
@@ -50,14 +42,6 @@ def _group(group: Group) -> Iterator[str]:
         yield f"  prefill  mla_prefill  q {prefill.q}, {counted(prefill.keys, 'key')} read -> {prefill.out}"
     if decode and prefill:
         yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
-
-
-def _decode_tokens(decode: Decode) -> str:
-    return f"{decode.tokens} decode ({counted(decode.rows, 'row')} x q_len {decode.q_len})"
-
-
-def _prefill_tokens(prefill: Prefill) -> str:
-    return f"{prefill.tokens} prefill ({counted(prefill.chunks, 'chunk')})"
 
 
 def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:

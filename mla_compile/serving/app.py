@@ -5,9 +5,9 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models import load_tokenizer
 from mla_compile.serving.chat_templates import read_chat_template
 from mla_compile.serving.engine_client import Answer, EngineClient
-from mla_compile.serving.failures import BadRequest, Failure, NotReady
+from mla_compile.serving.failures import BadField, BadRequest, Failure, NotReady
 from mla_compile.serving.grammars import GrammarCheck
 from mla_compile.serving.messages import ModelLimits, Update
 from mla_compile.serving.metrics import Metrics
@@ -59,25 +59,18 @@ T = TypeVar("T")
 def create_app(settings: ServerSettings) -> Starlette:
     """The app of one engine: it starts and stops the engine. `app.state.server` is its `Server`."""
     server = Server(settings)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with server:
-            yield
-
-    errors = {HTTPException: _http_error, Exception: _own_error}
     app = Starlette(
-        routes=server.routes(), middleware=checks(settings), exception_handlers=errors, lifespan=lifespan
+        routes=server.routes(),
+        middleware=checks(settings),
+        exception_handlers={HTTPException: _http_error, Exception: _own_error},
+        lifespan=lambda _: server,
     )
     app.state.server = server
     return app
 
 
 class Server:
-    """One engine behind HTTP.
-
-    failure: why the engine failed to start; None if it did not fail, or not yet.
-    """
+    """One engine behind HTTP."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -96,19 +89,12 @@ class Server:
         self._is_draining = False
         self._starting: asyncio.Task[None] | None = None
         self._created = int(time.time())
-        self.failure: BaseException | None = None
 
     async def __aenter__(self) -> None:
-        self._starting = asyncio.create_task(self._start())
-
-    async def _start(self) -> None:
-        try:
-            await self._client.start()
-        except (MLAError, RuntimeError) as error:
-            self.failure = error
+        self._starting = asyncio.create_task(self._client.start())
 
     async def started(self) -> None:
-        """Wait until the engine is ready or `failure` is set."""
+        """Wait until the engine is ready; raises like `EngineClient.start`."""
         assert self._starting is not None
         await self._starting
 
@@ -139,15 +125,12 @@ class Server:
 
     def routes(self) -> list[Route]:
         """All endpoints."""
-        handlers = {
-            "/v1/completions": self._completions(parse_completion),
-            "/v1/chat/completions": self._completions(parse_chat),
-            "/tokenize": self._tokenize,
-        }
-        keyed = [self._keyed(path, handle, "POST") for path, handle in handlers.items()]
-        keyed += [self._keyed(path, self._models, "GET") for path in ("/v1/models", "/v1/models/{name:path}")]
         return [
-            *keyed,
+            self._keyed("/v1/completions", self._completions(parse_completion), "POST"),
+            self._keyed("/v1/chat/completions", self._completions(parse_chat), "POST"),
+            self._keyed("/tokenize", self._tokenize, "POST"),
+            self._keyed("/v1/models", self._models, "GET"),
+            self._keyed("/v1/models/{name:path}", self._models, "GET"),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics_page),
@@ -158,20 +141,17 @@ class Server:
         """An endpoint that requires a key; exceptions of its handler become responses."""
 
         async def run(request: Request) -> Response:
-            response = await self._answered(handle, request)
+            try:
+                self._check_key(request)
+                response = await handle(request)
+            except ClientGone:
+                response = Response(status_code=499)
+            except BaseException as error:
+                response = self._failure(error).response()
             self._metrics.requests.labels(path, response.status_code).inc()
             return response
 
         return Route(path, run, methods=[method])
-
-    async def _answered(self, handle: _Handler, request: Request) -> Response:
-        try:
-            self._check_key(request)
-            return await handle(request)
-        except ClientGone:
-            return Response(status_code=499)
-        except BaseException as error:
-            return self._failure(error).response()
 
     def _failure(self, error: BaseException) -> Failure:
         """The failure to send for an error; raises errors that concern more than one request."""
@@ -230,8 +210,7 @@ class Server:
                     check = self._grammars.why_not(asked.grammar)
                     why_not = await while_connected(request.receive, check)
                 if why_not is not None:
-                    message = f"{asked.grammar_field}: invalid grammar: {why_not}"
-                    raise BadRequest(message, asked.grammar_field, "invalid_grammar")
+                    raise BadField(asked.grammar_field, f"invalid grammar: {why_not}", "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
             if asked.body.stream:

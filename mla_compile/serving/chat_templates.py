@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mla_compile.errors import MLAError
 from mla_compile.models.files import MAX_CONFIG
-from mla_compile.serving.failures import BadRequest
+from mla_compile.serving.failures import BadField
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,27 +68,24 @@ def template_variables(
     reads and `given` lacks: "none" turns them off, any other effort on.
 
     Raises:
-        BadRequest: a variable that the template does not read, or that is not the client's to set: the messages,
+        BadField: a variable that the template does not read, or that is not the client's to set: the messages,
             special tokens and functions; an effort other than "none" for a template without any of these variables.
     """
     readable = _readable(tokenizer.get_chat_template())
     for name in given:
         if name not in readable:
             known = ", ".join(sorted(readable)) or "none"
-            expected = f"a variable that the model's chat template reads, which are: {known}"
-            raise BadRequest(
-                f"chat_template_kwargs: expected {expected}; got {name!r:.100}", "chat_template_kwargs"
-            )
+            expected = f"expected a variable that the model's chat template reads, which are: {known}"
+            raise BadField("chat_template_kwargs", f"{expected}; got {name!r:.100}")
     if effort is None:
         return given
     if "reasoning_effort" in given:
-        message = "reasoning_effort: expected in one place, got it in chat_template_kwargs too"
-        raise BadRequest(message, "reasoning_effort")
+        raise BadField("reasoning_effort", "expected in one place, got it in chat_template_kwargs too")
     of_effort: dict[str, Any] = {"reasoning_effort": effort} | dict.fromkeys(_SWITCHES, effort != "none")
     found = {name: value for name, value in of_effort.items() if name in readable}
     if not found and effort != "none":
-        message = "reasoning_effort: the model's chat template does not read it; remove it"
-        raise BadRequest(message, "reasoning_effort", "unsupported_parameter")
+        message = "the model's chat template does not read it; remove it"
+        raise BadField("reasoning_effort", message, "unsupported_parameter")
     return found | given
 
 

@@ -140,15 +140,12 @@ class EngineClient:
     def _has_places(self, count: int, client: str | None) -> bool:
         """Whether a client may run `count` more completions: there is room, or the client stays within an equal share.
         k clients together have at most (1 + 1/2 + ... + 1/k) times the room."""
+        assert self.ready is not None
+        room = self.ready.stats.max_rows + self._settings.max_waiting
         held = Counter(answer.client for answer, _ in self._answers.values())
-        if held.total() + count <= self.capacity:
+        if held.total() + count <= room:
             return True
-        return held[client] + count <= self.capacity // len(held.keys() | {client})
-
-    @property
-    def capacity(self) -> int:
-        """Completions that one client may have at once; 0 while the engine is not ready."""
-        return 0 if self.ready is None else self.ready.stats.max_rows + self._settings.max_waiting
+        return held[client] + count <= room // len(held.keys() | {client})
 
     @property
     def num_running(self) -> int:

@@ -39,13 +39,12 @@ _KEPT_GRAMMARS = 64
 
 
 class _Served:
-    """The requests of an engine by key, and how many tokens of each were sent."""
+    """The requests of an engine by key."""
 
     def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.engine = engine
         self._tokenizer, self._grammars = tokenizer, GrammarThread[Grammar](_KEPT_GRAMMARS)
-        self._requests: dict[int, Request] = {}
-        self._num_sent: dict[int, int] = {}
+        self._requests: dict[int, tuple[Request, int]] = {}  # with the number of tokens sent
         self._compiling: dict[int, tuple[Add, Future[Grammar]]] = {}
         self._failed: list[tuple[int, tuple[Any, ...]]] = []
 
@@ -58,7 +57,7 @@ class _Served:
         if isinstance(message, Add):
             self._begin(message)
         elif key in self._requests:
-            self.engine.abort(self._requests[key])
+            self.engine.abort(self._requests[key][0])
         else:
             self._compiling.pop(key, None)
 
@@ -76,7 +75,7 @@ class _Served:
                 work = self._grammars.get(asked.grammar, lambda source: compiled(source, self._tokenizer))
                 self._compiling[key] = message, work
                 return
-            self._requests[key] = self.engine.add(
+            request = self.engine.add(
                 asked.prompt,
                 asked.params,
                 grammar=None if grammar is None else grammar.result(),
@@ -84,7 +83,7 @@ class _Served:
                 max_drafts=asked.max_drafts,
                 client=message.client,
             )
-            self._num_sent[key] = 0
+            self._requests[key] = request, 0
         except BaseException as error:
             self._fail(key, error)
 
@@ -96,24 +95,23 @@ class _Served:
             log.error("a request failed", exc_info=error)
         update = Update(finish_reason="error", error=why, is_refused=is_refused)
         self._failed.append((key, tuple(vars(update).values())))
-        self._num_sent.pop(key, None)
         if key in self._requests:
-            self.engine.abort(self._requests.pop(key))
+            self.engine.abort(self._requests.pop(key)[0])
 
     def news(self) -> list[tuple[int, tuple[Any, ...]]]:
         """Updates not sent yet, as in `Progress`; forgets requests that have ended."""
         found = []
-        for key, request in list(self._requests.items()):
-            completion, num_sent = request.completion, self._num_sent[key]
+        for key, (request, num_sent) in list(self._requests.items()):
+            num_tokens = len(request.completion.token_ids)
             try:
-                if len(completion.token_ids) > num_sent or request.has_ended:
+                if num_tokens > num_sent or request.has_ended:
                     found.append((key, _fields_of_update(request, num_sent)))
-                    self._num_sent[key] = len(completion.token_ids)
+                    self._requests[key] = request, num_tokens
             except BaseException as error:
                 self._fail(key, error)
                 continue
             if request.has_ended:
-                del self._requests[key], self._num_sent[key]
+                del self._requests[key]
         failed, self._failed = self._failed, []
         return found + failed
 

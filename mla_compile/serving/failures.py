@@ -51,6 +51,13 @@ class BadRequest(Failure):
         super().__init__(message[:500], param and param[:100], code, status)
 
 
+class BadField(BadRequest):
+    """A bad field of the body; the message begins with its name."""
+
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
+        super().__init__(f"{param}: {message}", param, code)
+
+
 class CompletionFailed(Failure):
     """The engine ended a completion for a reason other than its text; the message has the reason."""
 

@@ -142,9 +142,9 @@ class GrammarCheck:
 
 def _limit_memory(more: int) -> None:
     """Limit this process to `more` bytes beyond its current size."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    if pages:
-        most = pages * resource.getpagesize() + more
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

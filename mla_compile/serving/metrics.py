@@ -34,12 +34,13 @@ _NEXT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5
 _DELIVERY = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of one server. stats: the engine's latest; is_ready: whether the server accepts requests."""
 
     def __init__(self, stats: Callable[[], EngineStats], is_ready: Callable[[], bool]) -> None:
+        self._stats, self._is_ready = stats, is_ready
         self._registry = CollectorRegistry()
-        self._registry.register(_OfEngine(stats, is_ready))
+        self._registry.register(self)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"mla_{name}_seconds", text, buckets=buckets, registry=self._registry)
@@ -71,12 +72,8 @@ class Metrics:
         """The metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
-
-class _OfEngine(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], is_ready: Callable[[], bool]) -> None:
-        self._stats, self._is_ready = stats, is_ready
-
     def collect(self) -> Iterator[Metric]:
+        """The metrics that are read from the engine's stats."""
         stats = self._stats()
         yield GaugeMetricFamily("mla_ready", "Whether the server accepts requests.", float(self._is_ready()))
         for name, text in _GAUGES.items():

@@ -14,17 +14,15 @@ from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models.files import RepeatedKey, without_repeats
 from mla_compile.sampling_params import SamplingParams, check_token_ids
 from mla_compile.serving.chat_templates import template_variables
-from mla_compile.serving.failures import BadRequest
+from mla_compile.serving.failures import BadField, BadRequest
 from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits
 from mla_compile.serving.openai_bodies import (
     IGNORED,
     REFUSED,
-    Body,
     ChatBody,
     CompletionBody,
     Message,
     SamplingBody,
-    StructuredOutputs,
     TokenizeBody,
     mistake,
 )
@@ -45,7 +43,6 @@ class CompletionsAsked:
 
     prompts: token ids of each; one for a chat.
     params: with `max_tokens`; `n` is per prompt.
-    grammar_field: the field of the body with the grammar.
     echoes: the prompts' texts, if each choice begins with its own.
     """
 
@@ -53,12 +50,16 @@ class CompletionsAsked:
     prompts: list[list[int]]
     params: SamplingParams
     grammar: GrammarSource | None = None
-    grammar_field: str | None = None
     echoes: list[str] | None = None
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field of the body with the grammar, if there is one."""
+        return "response_format" if self.body.structured_outputs is None else "structured_outputs"
 
     @property
     def include_usage(self) -> bool:
@@ -87,16 +88,14 @@ def parse_completion(
     Raises:
         BadRequest: the body is invalid.
     """
-    asked = _read(CompletionBody, body)
-    _check_model(asked.model, limits)
+    asked = _read(CompletionBody, body, limits)
     params = _params(asked, asked.logprobs, limits)
     if asked.echo and asked.logprobs is not None:
-        raise BadRequest("echo: expected false with logprobs, got true", "echo")
+        raise BadField("echo", "expected false with logprobs, got true")
     if asked.best_of not in (None, params.n):
-        raise BadRequest(f"best_of: expected n, which is {params.n}, or null", "best_of")
+        raise BadField("best_of", f"expected n, which is {params.n}, or null")
     if (choices := len(asked.prompt) * params.n) > limits.max_choices:
-        expected = f"at most {limits.max_choices} choices over all prompts"
-        raise BadRequest(f"n: expected {expected}, got {choices}", "n")
+        raise BadField("n", f"expected at most {limits.max_choices} choices over all prompts, got {choices}")
     prompts = [
         _encode(tokenizer, prompt, "prompt", special=asked.add_special_tokens is not False)
         if isinstance(prompt, str)
@@ -111,9 +110,7 @@ def parse_completion(
         given if isinstance(given, str) else _decode(tokenizer, given, "prompt") for given in asked.prompt
     ]
     if (size := params.n * sum(map(len, texts))) > MAX_ECHO:
-        raise BadRequest(
-            f"echo: expected prompts of at most {MAX_ECHO} characters, n times, got {size}", "echo"
-        )
+        raise BadField("echo", f"expected prompts of at most {MAX_ECHO} characters, n times, got {size}")
     return replace(found, echoes=texts)
 
 
@@ -123,15 +120,14 @@ def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: Mod
     Raises:
         BadRequest: the body is invalid, or the tokenizer has no chat template.
     """
-    asked = _read(ChatBody, body)
-    _check_model(asked.model, limits)
+    asked = _read(ChatBody, body, limits)
     if asked.top_logprobs is not None and not asked.logprobs:
-        raise BadRequest("top_logprobs: requires logprobs = true", "top_logprobs")
+        raise BadField("top_logprobs", "requires logprobs = true")
     if asked.max_tokens is not None and asked.max_completion_tokens is not None:
-        raise BadRequest("max_tokens: expected max_tokens or max_completion_tokens, got both", "max_tokens")
+        raise BadField("max_tokens", "expected max_tokens or max_completion_tokens, got both")
     params = _params(asked, (asked.top_logprobs or 0) if asked.logprobs else None, limits)
     if params.n > limits.max_choices:
-        raise BadRequest(f"n: expected at most {limits.max_choices}, got {params.n}", "n")
+        raise BadField("n", f"expected at most {limits.max_choices}, got {params.n}")
     prompt = _encode_chat(tokenizer, asked, asked.messages)
     wanted = asked.max_tokens or asked.max_completion_tokens or limits.max_model_len
     return _asked(asked, params, [prompt], wanted, limits)
@@ -143,25 +139,23 @@ def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits:
     Raises:
         BadRequest: the body is invalid.
     """
-    asked = _read(TokenizeBody, body)
-    if asked.model is not None:
-        _check_model(asked.model, limits)
+    asked = _read(TokenizeBody, body, limits)
     if asked.prompt is not None and asked.messages is None:
         return _encode(tokenizer, asked.prompt, "prompt", special=asked.add_special_tokens)
     if asked.messages is not None and asked.prompt is None:
         return _encode_chat(tokenizer, asked, asked.messages)
-    raise BadRequest("prompt: expected one of prompt and messages", "prompt")
+    raise BadField("prompt", "expected one of prompt and messages")
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", CompletionBody, ChatBody, TokenizeBody)
 
 
-def _read(kind: type[B], body: bytes) -> B:
+def _read(kind: type[B], body: bytes, limits: ModelLimits) -> B:
     try:
         given = from_json(body, allow_inf_nan=False)
         json.loads(body, object_pairs_hook=without_repeats)  # `from_json` keeps the last of equal keys
     except RepeatedKey as error:
-        raise BadRequest(f"{error.key}: duplicate key", error.key) from None
+        raise BadField(error.key, "duplicate key") from None
     except ValueError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
     if not isinstance(given, dict):
@@ -169,22 +163,21 @@ def _read(kind: type[B], body: bytes) -> B:
     for name, harmless in REFUSED.items():
         value = given.pop(name, None)
         if value is not None and not any(type(value) is type(x) and value == x for x in harmless):
-            raise BadRequest(f"{name}: not supported; remove it", name, "unsupported_parameter")
+            raise BadField(name, "not supported; remove it", "unsupported_parameter")
     for name in given:
         if name not in kind.model_fields and name not in IGNORED:
-            raise BadRequest(f"{name[:100]}: unknown field", name, "unknown_parameter")
+            raise BadField(name[:100], "unknown field", "unknown_parameter")
     try:
-        return kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
+        asked = kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
-        raise BadRequest(f"{path}: {mistake(first)}", path) from None
-
-
-def _check_model(model: str, limits: ModelLimits) -> None:
-    if model != limits.model_name:
-        message = f"the model {model[:100]!r} does not exist; this server has {limits.model_name!r}"
+        raise BadField(path, mistake(first)) from None
+    if asked.model not in (None, limits.model_name):
+        given_name = str(asked.model)[:100]
+        message = f"the model {given_name!r} does not exist; this server has {limits.model_name!r}"
         raise BadRequest(message, "model", "model_not_found", status=404)
+    return asked
 
 
 def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> SamplingParams:
@@ -194,10 +187,10 @@ def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> S
     if given.get("top_k") == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
     if len(stop_ids := given.get("stop_token_ids", [])) > limits.max_stop_token_ids:
-        expected = f"at most {limits.max_stop_token_ids} ids, got {len(stop_ids)}"
-        raise BadRequest(f"stop_token_ids: expected {expected}", "stop_token_ids")
+        expected = f"expected at most {limits.max_stop_token_ids} ids, got {len(stop_ids)}"
+        raise BadField("stop_token_ids", expected)
     if not 1 <= given.get("n", 1) <= limits.max_choices:
-        raise BadRequest(f"n: expected an integer in [1, {limits.max_choices}], got {given['n']}", "n")
+        raise BadField("n", f"expected an integer in [1, {limits.max_choices}], got {given['n']}")
     unsampled = {"temperature": 1.0, "top_p": 1.0, "seed": secrets.randbelow(2**62), "logprobs": logprobs}
     try:
         params = SamplingParams(**{**unsampled, **limits.default_sampling, **given})
@@ -225,32 +218,28 @@ def _asked(
             code = "context_length_exceeded" if len(prompt) >= limits.max_model_len else None
             raise BadRequest(str(error), name, code) from None
     if asked.stream_options is not None and not asked.stream:
-        raise BadRequest("stream_options: requires stream = true", "stream_options")
-    grammar, grammar_field = _grammar(asked)
+        raise BadField("stream_options", "requires stream = true")
+    grammar = _grammar(asked)
     if grammar is not None and asked.ignore_eos and not asked.stop_token_ids:
-        message = "ignore_eos: with a grammar, expected false, or stop_token_ids to end the text"
-        raise BadRequest(message, "ignore_eos")
+        raise BadField("ignore_eos", "with a grammar, expected false, or stop_token_ids to end the text")
     max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
     try:
         params = replace(params, max_tokens=max_tokens)
     except MLAError as error:
         raise BadRequest(str(error), error.name) from None
-    return CompletionsAsked(asked, prompts, params, grammar, grammar_field)
+    return CompletionsAsked(asked, prompts, params, grammar)
 
 
-def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, None]:
-    """The grammar of the text, and the field that has it."""
+def _grammar(asked: SamplingBody) -> GrammarSource | None:
+    """The grammar of the text."""
     outputs, form = asked.structured_outputs, asked.response_format
     if form is not None and form.type != "text":
         if outputs is not None:
-            message = "structured_outputs: expected structured_outputs or response_format, got both"
-            raise BadRequest(message, "structured_outputs")
+            raise BadField("structured_outputs", "expected structured_outputs or response_format, got both")
         schema = None if form.json_schema is None else form.json_schema.text
-        return GrammarSource("json_schema", schema or '{"type": "object"}'), "response_format"
-    return (None, None) if outputs is None else (_structured(outputs), "structured_outputs")
-
-
-def _structured(outputs: StructuredOutputs) -> GrammarSource:
+        return GrammarSource("json_schema", schema or '{"type": "object"}')
+    if outputs is None:
+        return None
     if outputs.choice is not None:
         return GrammarSource("ebnf", "start: " + " | ".join(map(json.dumps, outputs.choice)))
     if outputs.json_schema is not None:
@@ -282,11 +271,10 @@ def _encode_chat(
     """The tokens of the template's text. A template writes its own BOS, so none is added unless asked for."""
     if tokenizer.chat_template is None:
         hint = "use /v1/completions, or start the server with --chat-template FILE"
-        raise BadRequest(f"messages: the model's tokenizer has no chat template; {hint}", "messages")
+        raise BadField("messages", f"the model's tokenizer has no chat template; {hint}")
     continues, begins = bool(asked.continue_final_message), asked.add_generation_prompt
     if continues and begins:
-        message = "add_generation_prompt: expected false with continue_final_message, got true"
-        raise BadRequest(message, "add_generation_prompt")
+        raise BadField("add_generation_prompt", "expected false with continue_final_message, got true")
     given = [
         message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
     ]
@@ -304,7 +292,7 @@ def _encode_chat(
     except BaseException as error:  # a template is a program that rejects messages by raising
         raise _refused_by("chat template", "messages", error) from None
     if not isinstance(text, str):
-        raise BadRequest("messages: the model's chat template did not return text", "messages")
+        raise BadField("messages", "the model's chat template did not return text")
     special = isinstance(asked, ChatBody) and bool(asked.add_special_tokens)
     return _encode(tokenizer, text, "messages", special=special)
 
@@ -314,4 +302,4 @@ def _refused_by(what: str, name: str, error: BaseException) -> BadRequest:
     if not is_request_error(error):
         raise error
     log.warning("the model's %s rejected a request: %s", what, type(error).__name__)
-    return BadRequest(f"{name}: rejected by the model's {what}: {error}", name)
+    return BadField(name, f"rejected by the model's {what}: {error}")

@@ -37,8 +37,8 @@ class Response:
         count = len(asked.prompts) * asked.params.n
         self._choices = _made(lambda: [Choice(asked, index, vocabulary) for index in range(count)])
         prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.body.model}
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": asked.body.model}
 
     def opening(self) -> list[dict[str, Any]]:
         """The first chunks of a stream: the role of each choice of a chat, or the prompt that it begins with."""
@@ -148,9 +148,7 @@ class Choice:
         return self._shaped({"text": text})
 
     def _new_text(self) -> str:
-        text: object = self._text.feed(self._completion)
-        if not isinstance(text, str):
-            raise TypeError(f"expected text, got {type(text).__name__}")
+        text = self._text.feed(self._completion)
         text.encode()  # JSON cannot have what UTF-8 cannot encode
         return text
 

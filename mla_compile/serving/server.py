@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Logs its address and when it is ready, drops idle clients, and drains before it exits."""
+    """Logs its address and when it is ready, drops idle clients, and drains before it exits.
+
+    failure: why the engine failed to start.
+    """
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
@@ -30,6 +33,7 @@ class _Uvicorn(uvicorn.Server):
         self._announcing: asyncio.Task[None] | None = None
         self._stopping: list[asyncio.Task[None]] = []
         self._silent: dict[tuple[Any, Any], float] = {}  # when a connection became idle
+        self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -67,9 +71,10 @@ class _Uvicorn(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("listening at %s, loading %s", url, self._server.settings.served_model_name)
-        await self._server.started()
-        if self._server.failure is not None:
-            self.should_exit = True
+        try:
+            await self._server.started()
+        except (MLAError, RuntimeError) as error:
+            self.failure, self.should_exit = error, True
         else:
             gc.freeze()  # garbage collection skips the objects made so far
             log.info("ready: %s", url)
@@ -110,7 +115,6 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         MLAError: a bad setting. SystemExit: the port is taken, or the engine failed to start.
     """
     app = create_app(listening_at(host, settings))
-    server: Server = app.state.server
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("mla-compile: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -128,7 +132,8 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         server_header=False,
         proxy_headers=False,  # only --client-header may name the client
     )
-    _Uvicorn(config, server).run()
+    server = _Uvicorn(config, app.state.server)
+    server.run()
     if isinstance(server.failure, MLAError):
         raise server.failure
     if server.failure is not None:

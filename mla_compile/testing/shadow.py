@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -29,15 +30,14 @@ def shadow_check(engine: Engine, *, every: int = 1, tolerance: float | None = No
 
     The conditions after a checked call:
 
-    - The state, including the tokens and drafts, equals eager's exactly. Reported log-probabilities are within
-      `tolerance`; their ids are not compared. Tokens and drafts without a reader are not compared either: those of
-      padding and of ended rows.
+    - The state, including the tokens and drafts, equals eager's exactly. Tokens and drafts without a reader are not
+      compared: those of padding and of ended rows.
     - Latents that eager writes are within `tolerance` of eager's. Every other slot, including page 0 and other rows'
       pages, keeps its bits. NaN equals NaN.
 
     Generation continues with the compiled step's results, at the same addresses. Eager runs the same ops, on a GPU with
     the same kernels. So the check finds errors of compilation and capture, not errors that both runs share. Steps whose
-    tokens the host chooses (a grammar, `choose`) run in two halves and are not checked.
+    logits are read between their parts (a grammar, `choose`, log-probabilities) are not checked.
 
     Load the model in float32 or float64. In half types a compiled step rounds less often than eager, so correct steps
     may differ too, in near-ties of two tokens or of two experts.
@@ -57,15 +57,10 @@ def shadow_check(engine: Engine, *, every: int = 1, tolerance: float | None = No
     check_positive("every", every)
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise MLAError("tolerance", "a finite number >= 0", tolerance)
-    checked: dict[Callable[..., None], Callable[..., None]] = {}
-
-    def around(step: Callable[..., None], decoder: SpeculativeDecoder) -> Callable[..., None]:
-        if step not in checked:
-            checked[step] = checked_step(step, decoder, every=every, tolerance=tolerance)
-        return checked[step]
-
     steps = engine._launcher.steps
-    steps.around = around
+    steps.around = cache(
+        partial(checked_step, every=every, tolerance=tolerance)
+    )  # each step counts its calls
     try:
         yield
     finally:
@@ -128,7 +123,7 @@ def _differences(
         ]
         compiled = dict(zip(state.named(), results[len(caches) :], strict=True))
         read = _read_later(ran, decoder.query_lens(state), state)
-        found += _in_state(compiled, state, read, _tolerance(tolerance, caches[0].dtype))
+        found += _in_state(compiled, state, read)
     finally:
         for tensor, result in zip(live, results, strict=True):
             tensor.copy_(result)
@@ -140,23 +135,22 @@ def _read_later(ran: Tensor, runs_next: Tensor, eager: DecodeState) -> dict[str,
 
     ran: each row's positions in this step, each with a token. runs_next: those in the next step, one more than drafts.
     """
-    of_tokens, of_drafts = (
-        torch.arange(n, device=ran.device) < lens[:, None]
-        for n, lens in (
-            (eager.report.shape[1] - FIRST_TOKEN, ran),
-            (eager.drafts.shape[1], runs_next - 1),
-        )
-    )
-    counts = of_tokens.new_ones(len(ran), FIRST_TOKEN)
+
+    def first(n: int, lens: Tensor) -> Tensor:
+        return torch.arange(n, device=lens.device) < lens[:, None]
+
+    tokens = first(eager.report.shape[1] - FIRST_TOKEN, ran)
+    counts = tokens.new_ones(len(ran), FIRST_TOKEN)
     return {
-        "report": torch.cat([counts, of_tokens], 1),
-        "drafts": of_drafts,
+        "report": torch.cat([counts, tokens], 1),
+        "drafts": first(eager.drafts.shape[1], runs_next - 1),
     }
 
 
 def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, tolerance: float | None) -> str:
     """A line for the first wrong value: not near eager's in a slot that eager writes, or changed in any other slot."""
-    tolerance = _tolerance(tolerance, got.dtype)
+    if tolerance is None:
+        tolerance = math.sqrt(max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps))
     is_written = (_bits(expected) != _bits(before)).any(-1)
     differs = _bits(got) != _bits(expected)
     slots = differs.any(-1).nonzero()[:, 0]
@@ -174,16 +168,7 @@ def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, toleran
     return _line(place, float(mine[i, column]), float(theirs[i, column]), wrong, note)
 
 
-def _tolerance(given: float | None, dtype: torch.dtype) -> float:
-    """The given tolerance, or the default for the dtype of the latents."""
-    if given is not None:
-        return given
-    return float(max(torch.finfo(dtype).eps for dtype in (dtype, torch.float32)) ** 0.5)
-
-
-def _in_state(
-    compiled: dict[str, Tensor], eager: DecodeState, read: dict[str, Tensor], tolerance: float
-) -> Iterator[str]:
+def _in_state(compiled: dict[str, Tensor], eager: DecodeState, read: dict[str, Tensor]) -> Iterator[str]:
     """A line for each tensor of the state that differs in a place that is `read`."""
     for name, got in compiled.items():
         expected = getattr(eager, name)

@@ -167,10 +167,8 @@ class Abuser:
                             await kind(connection)
                     except _Ended:
                         break
-                    except (
-                        OSError,
-                        EOFError,
-                    ):  # closed by the server: the request was not HTTP, or made the parser close
+                    # Closed by the server: the request was not HTTP, or made the parser close.
+                    except (OSError, EOFError):
                         self.seen[0] += 1
                         break
                     except TimeoutError:

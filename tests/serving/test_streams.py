@@ -295,9 +295,8 @@ def test_a_client_that_does_not_read_a_whole_answer_is_dropped(monkeypatch: pyte
         before = num_sockets(server.process.pid)
         client.connect((host, int(port)))
         client.settimeout(30)
-        body = json.dumps(
-            {"prompt": "🙂 " * 300_000}, ensure_ascii=False
-        ).encode()  # 6 MB of ids: no kernel keeps them
+        # 6 MB of ids: no kernel keeps them.
+        body = json.dumps({"prompt": "🙂 " * 300_000}, ensure_ascii=False).encode()
         head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert num_sockets(server.process.pid) > before

@@ -143,13 +143,12 @@ class EngineActor:
             if "logit_bias" in given:
                 given["logit_bias"] = _biases(given["logit_bias"])
             prompt = self._encode({name: given.pop(name) for name in _PROMPTS if name in given})
-            copies = replace(self._sampling, **given).copies()
-            return [self._add(prompt, params) for params in copies]
+            return [
+                self._engine.add(prompt, params, max_new_tokens=self._max_new_tokens).completion
+                for params in replace(self._sampling, **given).copies()
+            ]
         except MLAError as error:
             return [Completion(finish_reason="error", error=str(error))]
-
-    def _add(self, prompt: list[int], params: SamplingParams) -> Completion:
-        return self._engine.add(prompt, params, max_new_tokens=self._max_new_tokens).completion
 
     def _encode(self, prompts: dict[str, Any]) -> list[int]:
         if len(prompts) != 1:

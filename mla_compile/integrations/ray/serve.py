@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -96,8 +96,6 @@ class Replica:
         self._server: Server = self._app.state.server
         await self._server.__aenter__()
         await self._server.started()
-        if self._server.failure is not None:
-            raise self._server.failure
 
     async def __del__(self) -> None:  # Ray awaits it too
         if hasattr(self, "_server"):
@@ -204,9 +202,8 @@ class Gateway:
     async def _metrics(self, forwarded: Forwarded) -> Response:
         """The metrics of all replicas on one page."""
         pages = dict(await self._replicas.broadcast("page", forwarded).results_async())
-        registry = CollectorRegistry()
-        registry.register(_Merged(pages))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(_Merged(pages))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class _Merged(Collector):

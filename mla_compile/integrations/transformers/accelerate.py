@@ -52,8 +52,8 @@ def accelerate(
     for name in ("prefix_caching", "num_pages"):  # weights may change between calls, and calls make room
         if name in settings:
             raise MLAError(name, "no value, as an accelerated model chooses it", settings[name], "remove it")
-    own_settings: EngineSettings = {"prefix_caching": False}
-    config = config_of(None, {**own_settings, **settings})
+    settings["prefix_caching"] = False
+    config = config_of(None, settings)
     kind = known_drafter(config.drafter)
     reads_mtp = config.num_speculative_tokens != 0 and (kind is None or kind.needs_mtp)
     if mtp is not None and not reads_mtp:

@@ -6,8 +6,6 @@ keeps them (`LatentLayer.take`) and returns them unchanged: the expansion of the
 compiler removes it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,14 +80,3 @@ class PagedLatentCache(Cache):
         layers: dict[int, Any] = self.latent | self.linear
         super().__init__(layers=[layers[index] for index in range(count)])
         self.batch: MLABatch | None = None
-
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Within the context, each attention module has its layer as `mla_layer`."""
-        for layer in self.latent.values():
-            vars(layer.attention)["mla_layer"] = layer
-        try:
-            yield
-        finally:
-            for layer in self.latent.values():
-                del vars(layer.attention)["mla_layer"]

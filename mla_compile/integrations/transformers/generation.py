@@ -184,7 +184,9 @@ class _ProcessedChoice:
         self._completions = [Completion() for _ in range(count)]
         # Of each row's last step, until its number of tokens is known: scores, logits, tokens before it.
         self._pending: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._kept: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(count)]
+        self._kept: dict[str, list[list[Tensor]]] = {
+            name: [[] for _ in range(count)] for name in ("scores", "logits")
+        }
 
     def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
         rows = [completion.prompt_index for completion in completions]
@@ -211,13 +213,13 @@ class _ProcessedChoice:
             same_length = [[*text, *[self._call.pad_id] * length][:length] for text in texts]
             generated = torch.tensor(same_length, dtype=prompts.dtype, device=prompts.device)
             ids = torch.cat([prompts, generated.view(len(texts), length)], dim=1)
-            mine = [(i, row) for i, row in enumerate(rows) if 0 <= length - lengths[row] < n]
-            places = [(i, length - lengths[row]) for i, row in mine]
+            places = [(row, i, length - lengths[row]) for i, row in enumerate(rows)]
+            places = [(row, i, j) for row, i, j in places if 0 <= j < n]
             given = every.clone()
-            for (i, j), (_, row) in zip(places, mine, strict=True):
+            for row, i, j in places:
                 given[row] = logits[i, j]
             processed = self._processors(ids, given)
-            for (i, j), (_, row) in zip(places, mine, strict=True):
+            for row, i, j in places:
                 scores[i, j] = processed[row]
         return scores
 
@@ -237,16 +239,15 @@ class _ProcessedChoice:
             return
         scores, logits, before = pending
         emitted = len(self._completions[row].token_ids) - before
-        self._kept[row][0].extend(scores[:emitted])
-        self._kept[row][1].extend(logits[:emitted])
+        self._kept["scores"][row].extend(scores[:emitted])
+        self._kept["logits"][row].extend(logits[:emitted])
 
     def recorded(self, count: int) -> dict[str, tuple[Tensor, ...]]:
         """`scores` and `logits` of each of `count` positions, `[rows, vocab_size]`; zeros after a row's end."""
-        for row in range(len(self._kept)):
+        for row in list(self._pending):
             self._flush(row)
         recorded = {}
-        for index, name in enumerate(("scores", "logits")):
-            rows = [kept[index] for kept in self._kept]
+        for name, rows in self._kept.items():
             nothing = [torch.zeros_like(row[0]) for row in rows if row][:1] * count
             filled = [[*row, *nothing[len(row) :]] for row in rows]
             recorded[name] = tuple(torch.stack([row[i] for row in filled]) for i in range(count))

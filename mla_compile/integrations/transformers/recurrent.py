@@ -68,7 +68,8 @@ class RecurrentStates:
             )
             part = replace(part, slot_mapping=segment.slot_mapping[tokens])
             if seq_len == q_len:
-                self._clear()
+                for layer in self._layers:
+                    layer.__init__()  # as transformers does for a new text
             else:
                 self._load(slots[one])
             hidden.append(run(token_ids[None, tokens], positions[None, tokens], MLABatch(prefill=part))[0])
@@ -87,10 +88,6 @@ class RecurrentStates:
             for pool in pools:
                 mark_cache(pool)
             self._pools.append((pools[0], pools[1]))
-
-    def _clear(self) -> None:
-        for layer in self._layers:
-            layer.__init__()  # as transformers does for a new text
 
     def _load(self, slots: Tensor) -> None:
         for layer, (conv, recurrent) in zip(self._layers, self._pools, strict=True):

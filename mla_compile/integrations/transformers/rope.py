@@ -1,7 +1,6 @@
 """Rotary embeddings whose frequencies depend on the text's length, fixed during a call of `generate`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,26 +29,15 @@ class FixedRope:
                 expected = "a rope_type with frequencies independent of the length"
                 raise MLAError("model", expected, rope_type)
 
-    @contextmanager
-    def fixed(self, longest: int) -> Iterator[None]:
-        """Use the frequencies for rows of up to `longest` tokens."""
-        before = [module.inv_freq for module, _ in self._modules]
-        try:
-            for module, inv_freq in self._modules:
-                inv_freq.copy_(_frequencies(module, longest))
-                module.inv_freq, module.rope_type = inv_freq, "default"
-            yield
-        finally:
-            for (module, _), inv_freq in zip(self._modules, before, strict=True):
-                module.inv_freq, module.rope_type = inv_freq, "longrope"
-
-
-def _frequencies(module: Any, longest: int) -> Tensor:
-    limit = module.config.rope_parameters["original_max_position_embeddings"]
-    if longest <= limit:
-        short: Tensor = module.original_inv_freq
-        return short
-    frequencies: Tensor = ROPE_INIT_FUNCTIONS["longrope"](
-        module.config, module.inv_freq.device, seq_len=limit + 1
-    )[0]
-    return frequencies
+    def fix(self, longest: int, stack: ExitStack) -> None:
+        """Use the frequencies for rows of up to `longest` tokens until the stack is closed."""
+        for module, inv_freq in self._modules:
+            limit = module.config.rope_parameters["original_max_position_embeddings"]
+            frequencies = module.original_inv_freq
+            if longest > limit:
+                init = ROPE_INIT_FUNCTIONS["longrope"]
+                frequencies, _ = init(module.config, module.inv_freq.device, seq_len=limit + 1)
+            inv_freq.copy_(frequencies)
+            for name, value in (("inv_freq", inv_freq), ("rope_type", "default")):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)

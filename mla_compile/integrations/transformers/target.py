@@ -98,9 +98,6 @@ class TransformersTarget(nn.Module):
             specs += [layer.spec("mtp.layer.self_attn", "drafter", 1) for layer in self._mtp.latent.values()]
         return specs
 
-    def _paged(self) -> list[PagedLatentCache]:
-        return [cache for cache in (self._trunk, self._mtp) if cache is not None]
-
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
@@ -151,24 +148,20 @@ class TransformersTarget(nn.Module):
         longest: tokens of the longest row, prompt and generation together.
         """
         check_model(self.model)  # adapters may have been added
-        before = [config._attn_implementation for config in self._configs]
-        # Keeps a forward that other code has set.
-        replaced = [(module, forward) for module, forward in self._experts if "forward" not in vars(module)]
         with ExitStack() as stack:
-            for cache in self._paged():
-                stack.enter_context(cache.bound())
-            stack.enter_context(self._rope.fixed(longest))
-            try:
-                for config in self._configs:
-                    config._attn_implementation = ATTENTION
-                for module, forward in replaced:
+            for cache in (self._trunk, self._mtp):
+                for layer in () if cache is None else cache.latent.values():
+                    vars(layer.attention)["mla_layer"] = layer
+                    stack.callback(delattr, layer.attention, "mla_layer")
+            self._rope.fix(longest, stack)
+            for config in self._configs:
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = ATTENTION
+            for module, forward in self._experts:
+                if "forward" not in vars(module):  # else other code has set it
                     module.forward = forward
-                yield
-            finally:
-                for module, _ in replaced:
-                    del module.forward
-                for config, implementation in zip(self._configs, before, strict=True):
-                    config._attn_implementation = implementation
+                    stack.callback(delattr, module, "forward")
+            yield
 
 
 def _up_projection(cache: PagedLatentCache) -> Tensor:
