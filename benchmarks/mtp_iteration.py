@@ -23,6 +23,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.counters import compile_counters
 from benchmarks.reporting import write_report
 from benchmarks.start import start
 from benchmarks.transformers_generate import random_model
@@ -32,7 +33,6 @@ from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
-from mla_compile.torch_internals import compile_counters
 
 BUCKETS = (4, 1, 2, 8, 3, 4)
 TOKENS = 512

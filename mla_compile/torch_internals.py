@@ -592,9 +592,8 @@ def compiled_calls() -> Iterator[list[CompiledCall]]:
 
     def call(compiled: Callable[..., Any], addresses: list[int], inputs: tuple[Any, ...]) -> Any:
         result = compiled(*inputs)
-        calls.append(
-            CompiledCall(compiled, addresses, _pytree.tree_map_only(torch.Tensor, _empty_like, result))
-        )
+        outputs = _pytree.tree_map_only(torch.Tensor, _empty_like, result)
+        calls.append(CompiledCall(compiled, addresses, outputs))
         return result
 
     with _calling(call):
@@ -660,16 +659,6 @@ def compile_seconds() -> float:
     from torch._dynamo.utils import compilation_time_metrics
 
     return sum(compilation_time_metrics.get("_compile.compile_inner", ()))
-
-
-def compile_counters() -> dict[str, int]:
-    """Since the last `torch._dynamo.reset`: the graphs compiled, and the graphs for which torch skipped CUDA graphs."""
-    from torch._dynamo.utils import counters
-
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
-    }
 
 
 def meeting_place(size: int, port: int | None = None) -> "TCPStore":

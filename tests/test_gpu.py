@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor
 
+from benchmarks.counters import compile_counters
 from mla_compile import (
     MLABatch,
     MLAError,
@@ -32,7 +33,6 @@ from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.linear import matmul
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
-from mla_compile.torch_internals import compile_counters
 from tests.cases import Case, make_case, relative_error
 from tests.cuda_graphs import num_recorded
 from tests.engine.engines import finish, texts

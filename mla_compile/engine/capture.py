@@ -102,8 +102,7 @@ class Captures:
 
     def bucket(self, step: str, shape: _Shape) -> Bucket:
         rows, tokens, chunks, keys = shape
-        bucket = Bucket(step, rows, self._q_len, tokens, chunks, keys)
-        return self._buckets.setdefault((step, *shape), bucket)
+        return self._buckets.setdefault((step, *shape), Bucket(step, rows, self._q_len, tokens, chunks, keys))
 
     def record(self, step: Callable[..., Any], args: tuple[Any, ...]) -> "Recording":
         """Record a call, which runs nothing.
@@ -116,8 +115,7 @@ class Captures:
         graph = torch.cuda.CUDAGraph()
         # The outer stream is the current one again, even after an error in a recording.
         with torch.cuda.stream(torch.cuda.current_stream(self.device)), compiled_calls() as calls:
-            if self.pool is None:
-                self.pool = torch.cuda.graph_pool_handle()
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
             stream = _capture_stream(self.device)
             # Each thread needs its own cuBLAS handle, which cannot be created while a graph is recorded.
             torch.cuda.current_blas_handle()
@@ -126,7 +124,7 @@ class Captures:
                 with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
                     result = step(*own)
             except RuntimeError:
-                refused, self.pool = self.pool, torch.cuda.graph_pool_handle()
+                refused, self.pool = self.pool, None
                 end_recording(self.device, refused, stream)
                 raise
         return Recording(graph, own, result, calls)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.counters import compile_counters
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, Engine, capture, steps
 from mla_compile.engine.buckets import row_sizes
@@ -20,7 +21,7 @@ from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from mla_compile.torch_internals import CompiledCall, compile_counters, compiled_calls, noted, would_repeat
+from mla_compile.torch_internals import CompiledCall, compiled_calls, noted, would_repeat
 from tests.engine.engines import engine, with_new_caches
 from tests.models_for_tests import caches_of, one_layer_model
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.counters import compile_counters
 from mla_compile import MLABatch
 from mla_compile.batch import ForwardOutput
 from mla_compile.caches import allocate
@@ -24,7 +25,6 @@ from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, Sampli
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import (
     capture_graph,
-    compile_counters,
     know_least_sizes,
     mark_varying,
     with_own_code,
