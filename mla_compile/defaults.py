@@ -26,7 +26,7 @@ DEFAULT_TOKENS_PER_STEP = 2048
 LEAST_PROMPT_TOKENS = 512
 """Prompt tokens of a step by default, beside any number of decode rows."""
 
-DrafterName = Literal["mtp", "ngram"]
+DrafterName = Literal["mtp", "ngram", "eagle3"]
 """The names in `speculate.drafter.DRAFTERS`."""
 DtypeName = Literal["float32", "bfloat16"]
 
