@@ -16,7 +16,7 @@ from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitt
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.progress import announce_if_slow
-from mla_compile.speculate.drafter import OF_DRAFTS, loads_mtp
+from mla_compile.speculate.drafter import loads_mtp
 
 _GRAMMARS = {
     "--json-schema": Grammar.from_json_schema,
@@ -48,7 +48,7 @@ def complete(
     )
     checkpoint = Checkpoint.load(
         model,
-        mtp=loads_mtp(*(settings[name] for name in OF_DRAFTS)),
+        mtp=loads_mtp(settings),
         text=text,
         **{**checkpoint_settings.of_checkpoint(), "device": place},
     )

@@ -89,7 +89,9 @@ class EngineConfig(EngineFields):
             | {
                 # Without drafts the model need not support any drafter.
                 "drafter": select_drafter(
-                    self.drafter if k > 0 else None, has_mtp=model.has_mtp, has_model=drafter_model is not None
+                    self.drafter if k > 0 else None,
+                    has_mtp=model.has_mtp,
+                    has_model=drafter_model is not None,
                 ),
                 "drafter_model": drafter_model,
                 "num_speculative_tokens": k,

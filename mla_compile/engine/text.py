@@ -20,7 +20,7 @@ from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import directory_of, open_checkpoint, read_config
 from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.speculate.drafter import OF_DRAFTS, loads_mtp
+from mla_compile.speculate.drafter import loads_mtp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -211,7 +211,7 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    mtp = loads_mtp(*(settings.get(name) for name in OF_DRAFTS))
+    mtp = loads_mtp(settings)
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(
         model,

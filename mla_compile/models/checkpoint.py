@@ -336,6 +336,7 @@ def _check(
         raise MLAError(str(directory / CONFIG), expected, "none")
     if block is not None:
         required |= {n + fp8.SCALE_SUFFIX: scale_shape(required[n], block) for n in quantized}
+
     def is_unwanted(name: str) -> bool:
         past_trunk = model.mtp is None and is_past_trunk(name, model.arch.num_layers)
         return past_trunk or name.endswith(".rotary_emb.inv_freq")

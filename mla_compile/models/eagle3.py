@@ -82,7 +82,9 @@ class HeadConfig:
         if missing:
             raise MLAError(f"{prefix}{missing[0]}", SETTINGS[missing[0]].expected, "none")
         check_settings(raw, {name: SETTINGS[name] for name in (*_SHAPES, *_OPTIONAL)} | HEAD_SETTINGS, prefix)
-        known = {name: raw[name] for name in (*_SHAPES, *_OPTIONAL) if name in raw} | rope_settings(raw, prefix)
+        known = {name: raw[name] for name in (*_SHAPES, *_OPTIONAL) if name in raw} | rope_settings(
+            raw, prefix
+        )
         known |= {"num_hidden_layers": 1, "first_k_dense_replace": 1}
         known["num_key_value_heads"] = known["num_attention_heads"]
         config = transformers_config("deepseek_v3", known, directory / CONFIG)
@@ -158,7 +160,9 @@ class Eagle3Head(nn.Module):
 
     place: Tensor | None
 
-    def __init__(self, config: HeadConfig, num_aux_layers: int, *, has_embedding: bool, maps_ids: bool) -> None:
+    def __init__(
+        self, config: HeadConfig, num_aux_layers: int, *, has_embedding: bool, maps_ids: bool
+    ) -> None:
         super().__init__()
         arch = config.arch
         self.norm_output = config.norm_output
@@ -187,7 +191,7 @@ class Eagle3Head(nn.Module):
         return self.norm(hidden) if self.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., hidden_size]` to logits of the target's ids, `[..., vocab_size]`; -inf for ids that it cannot draft."""
+        """`[..., hidden_size]` to logits of the target's ids, `[..., vocab_size]`; -inf for those it cannot draft."""
         logits: Tensor = self.lm_head(hidden if self.norm_output else self.norm(hidden))
         if self.place is None:
             return logits
@@ -238,7 +242,11 @@ def load_head(path: str | Path, model: Any, *, dtype: torch.dtype) -> tuple[Eagl
 
 def _place(files: SafetensorFiles, directory: Path, config: HeadConfig) -> Tensor:
     """See `Eagle3Head`; from `d2t`, the offsets from the head's ids to the target's."""
-    draft_vocab_size, vocab_size, entry = config.draft_vocab_size, config.arch.vocab_size, files.entries["d2t"]
+    draft_vocab_size, vocab_size, entry = (
+        config.draft_vocab_size,
+        config.arch.vocab_size,
+        files.entries["d2t"],
+    )
     if entry.shape != (draft_vocab_size,) or entry.dtype not in ("I64", "I32"):
         raise MLAError(f"{directory}: d2t", f"int64 [{draft_vocab_size}]", entry)
     draft_ids = torch.arange(draft_vocab_size)

@@ -7,7 +7,7 @@ entry of `DRAFTERS`, and its name in `defaults.DrafterName`, for the command's f
 drafter needs no entry: see `examples/add_a_drafter.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -292,7 +292,9 @@ def check_drafter(drafter: object, drafter_model: object) -> None:
         raise MLAError("drafter_model", "a directory with a head, or None", f"{drafter_model!r:.80}")
     if drafter_model is not None and kind is not None and not kind.needs_model:
         hint = "leave one of the two out"
-        raise MLAError("drafter_model", f"None, as drafter {kind.name!r} has no weights of its own", drafter_model, hint)
+        raise MLAError(
+            "drafter_model", f"None, as drafter {kind.name!r} has no weights of its own", drafter_model, hint
+        )
     if drafter_model is None and kind is not None and kind.needs_model:
         raise MLAError("drafter_model", f"the directory of the head, for drafter={kind.name!r}", None)
 
@@ -316,16 +318,8 @@ def select_drafter(
     return kind
 
 
-OF_DRAFTS = "num_speculative_tokens", "drafter", "drafter_model"
-"""The settings of an engine that decide what drafts."""
-
-
-def loads_mtp(
-    num_speculative_tokens: int | None,
-    drafter: DrafterName | DrafterKind | None,
-    drafter_model: str | Path | None = None,
-) -> bool | None:
-    """The `mtp` argument of `load_model` for these drafts: False if no draft uses the layer, None if one may."""
-    kind = known_drafter(drafter)
-    without_layer = drafter_model is not None or (kind is not None and not kind.needs_mtp)
-    return False if num_speculative_tokens == 0 or without_layer else None
+def loads_mtp(settings: Mapping[str, object]) -> bool | None:
+    """The `mtp` of `load_model` for an engine's settings: False if no draft uses the layer, None if one may."""
+    kind = known_drafter(settings.get("drafter"))
+    is_other = settings.get("drafter_model") is not None or (kind is not None and not kind.needs_mtp)
+    return False if settings.get("num_speculative_tokens") == 0 or is_other else None

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads with random weights, and what they draft by the definition: float64, no cache, keys and values expanded.
+"""EAGLE-3 heads with random weights, and what they draft by the definition: float64, without a cache.
 
 The definition: "EAGLE-3" (arXiv 2503.01840), section 3; EAGLE-3.1's norms; DeepSeek-V2 (arXiv 2405.04434) for MLA.
 """
@@ -137,7 +137,10 @@ class DefinedHead:
         residual = normed if self.config.get("norm_before_residual") else hidden
         x = torch.cat([self._norm("midlayer.input_layernorm", embedded), normed], dim=-1)
         n = len(x)
-        q = linear("self_attn.q_b_proj", self._norm("midlayer.self_attn.q_a_layernorm", linear("self_attn.q_a_proj", x)))
+        q = linear(
+            "self_attn.q_b_proj",
+            self._norm("midlayer.self_attn.q_a_layernorm", linear("self_attn.q_a_proj", x)),
+        )
         q_nope, q_pe = q.view(n, HEADS, NOPE + ROPE).split([NOPE, ROPE], dim=-1)
         latent, k_pe = linear("self_attn.kv_a_proj_with_mqa", x).split([LATENT, ROPE], dim=-1)
         kv = linear("self_attn.kv_b_proj", self._norm("midlayer.self_attn.kv_a_layernorm", latent))

@@ -82,7 +82,11 @@ def test_drafts_are_those_of_the_definition_and_tokens_plain_ones(
     defined, watch = DefinedHead(heads[version], copied), Watch()
     pages = 19 if few_pages else None
     of = eagle(
-        model, heads[version], drafter=watch.kind("eagle3"), num_pages=pages, max_tokens_per_step=4 * (1 + K) + 3
+        model,
+        heads[version],
+        drafter=watch.kind("eagle3"),
+        num_pages=pages,
+        max_tokens_per_step=4 * (1 + K) + 3,
     )
     choose = greedy if params.temperature == 0 else sampler(params)
     requests, num_checked = [], 0
@@ -131,7 +135,9 @@ def test_drafts_are_right_after_every_number_of_accepted_ones(
 def test_no_token_depends_on_the_number_of_drafts(
     model: MLAForCausalLM, heads: dict[str, Path], k: int, params: SamplingParams
 ) -> None:
-    assert tokens(eagle(model, heads["3.1"], k).generate(PROMPTS, params, max_new_tokens=24)) == tokens(plain(params))
+    assert tokens(eagle(model, heads["3.1"], k).generate(PROMPTS, params, max_new_tokens=24)) == tokens(
+        plain(params)
+    )
 
 
 @pytest.mark.long
@@ -150,19 +156,30 @@ def test_compiled_steps_give_the_tokens_of_eager_ones(heads: dict[str, Path], ve
 def test_steps_are_checked_by_their_eager_run(heads: dict[str, Path]) -> None:
     checked = eagle(tiny_model(), heads["3.1"])
     with shadow_check(checked):
-        assert tokens(checked.generate(PROMPTS, max_new_tokens=12)) == [t[:12] for t in tokens(plain(SamplingParams()))]
+        assert tokens(checked.generate(PROMPTS, max_new_tokens=12)) == [
+            t[:12] for t in tokens(plain(SamplingParams()))
+        ]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures: expected one of Eagle3DeepseekV2ForCausalLM"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architectures: expected one of Eagle3DeepseekV2ForCausalLM",
+        ),
         ({"hidden_size": 16}, "hidden_size: expected that of the target, 32, got 16"),
         ({"vocab_size": 41}, "vocab_size: expected that of the target, 40, got 41"),
         ({"kv_lora_rank": None}, "kv_lora_rank: expected an integer"),
         ({"fc_norm": True}, r"3 missing: fc_norm\.0\.weight \[32\]"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "expected layers of the target, which has 2"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "expected a list of 1 to 16 layers, or null"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            "expected layers of the target, which has 2",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
+            "expected a list of 1 to 16 layers, or null",
+        ),
         ({"eagle_config": None}, "expected layers of the target"),
         ({"draft_vocab_size": 20}, "expected a tensor d2t, as its vocabulary is reduced, got none"),
         ({"target_hidden_size": 64}, "target_hidden_size: expected hidden_size = 32, got 64"),
@@ -190,12 +207,18 @@ def test_ids_outside_the_vocabulary_or_twice_are_refused(
         eagle(model, write_head(tmp_path, config, weights))
 
 
-def test_settings_that_contradict_each_other_are_refused(model: MLAForCausalLM, heads: dict[str, Path]) -> None:
-    with pytest.raises(MLAError, match=r"drafter_model: expected the directory of the head, for drafter='eagle3'"):
+def test_settings_that_contradict_each_other_are_refused(
+    model: MLAForCausalLM, heads: dict[str, Path]
+) -> None:
+    with pytest.raises(
+        MLAError, match=r"drafter_model: expected the directory of the head, for drafter='eagle3'"
+    ):
         engine(3, model, drafter="eagle3")
     with pytest.raises(MLAError, match="drafter_model: expected None, as drafter 'ngram' has no weights"):
         eagle(model, heads["3"], drafter="ngram")
-    with pytest.raises(MLAError, match=r"config\.json: expected the config of an EAGLE-3 head, got no such directory"):
+    with pytest.raises(
+        MLAError, match=r"config\.json: expected the config of an EAGLE-3 head, got no such directory"
+    ):
         eagle(model, Path("nowhere"))
     assert eagle(model, heads["3"]).config.drafter.name == "eagle3"
     assert eagle(model, heads["3"], 0).config.drafter_model is None

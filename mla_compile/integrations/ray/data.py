@@ -18,7 +18,7 @@ from mla_compile.engine.intake import checked_sampling
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.speculate.drafter import OF_DRAFTS, loads_mtp
+from mla_compile.speculate.drafter import loads_mtp
 
 _PROMPTS: dict[str, type] = {"prompt": str, "prompt_token_ids": list}
 _SETTINGS = [field.name for field in fields(SamplingParams)]
@@ -101,7 +101,7 @@ class EngineActor:
             model,
             dtype=None if dtype is None else _dtype(dtype),
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            mtp=loads_mtp(*(settings.get(name) for name in OF_DRAFTS)),
+            mtp=loads_mtp(settings),
             quantize=quantize,
             dequantize=dequantize,
             tokenizer=tokenizer,

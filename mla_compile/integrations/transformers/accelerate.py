@@ -55,7 +55,7 @@ def accelerate(
     own_settings: EngineSettings = {"prefix_caching": False}
     config = config_of(None, {**own_settings, **settings})
     kind = known_drafter(config.drafter)
-    reads_mtp = loads_mtp(config.num_speculative_tokens, config.drafter, config.drafter_model) is None
+    reads_mtp = loads_mtp(vars(config)) is None
     if mtp is not None and not reads_mtp:
         expected = "None, as num_speculative_tokens is 0 or the drafter uses no MTP layer"
         raise MLAError("mtp", expected, type(mtp).__name__)
