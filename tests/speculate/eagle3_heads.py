@@ -4,6 +4,7 @@ The definition: "EAGLE-3" (arXiv 2503.01840), section 3; EAGLE-3.1's norms; Deep
 """
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """float64; the layer's names are those of SpecForge."""
     g = torch.Generator().manual_seed(seed)
     hidden, num_aux = config["hidden_size"], len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-    drafted = config.get("draft_vocab_size") or VOCAB
+    vocab = config["vocab_size"]
+    drafted = config.get("draft_vocab_size") or vocab
 
     def matrix(out: int, size: int) -> Tensor:
         return torch.randn(out, size, generator=g, dtype=torch.float64) * size**-0.5
@@ -74,10 +76,10 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     found["lm_head.weight"] = matrix(drafted, hidden) * 3
     if config.get("fc_norm"):
         found |= {f"fc_norm.{i}.weight": norm(hidden) for i in range(num_aux)}
-    if drafted < VOCAB:
-        ids = torch.randperm(VOCAB, generator=g)[:drafted].sort().values
+    if drafted < vocab:
+        ids = torch.randperm(vocab, generator=g)[:drafted].sort().values
         found["d2t"] = ids - torch.arange(drafted)
-        found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+        found["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     return found
 
 
@@ -88,13 +90,32 @@ def write_head(directory: Path, config: dict[str, Any], weights: dict[str, Tenso
     return directory
 
 
-class DefinedHead:
-    """A head in a directory, for a copy of its target."""
+def outputs_of(target: MLAForCausalLM) -> Callable[[list[int]], Sequence[Tensor]]:
+    """A function from a text to the outputs of all layers of a target, on new caches."""
 
-    def __init__(self, directory: Path, target: MLAForCausalLM) -> None:
+    def outputs(text: list[int]) -> Sequence[Tensor]:
+        allocate(target.cache_specs(), 2 + (len(text) + 8) // PAGE, PAGE)
+        table = torch.arange(1, 1 - -len(text) // PAGE, dtype=torch.int32)[None]
+        segment, positions = prefill_segment([len(text)], [0], table, page_size=PAGE)
+        layers = range(target.num_aux_layers)
+        return target(torch.tensor(text), positions, MLABatch(prefill=segment), layers).aux
+
+    return outputs
+
+
+class DefinedHead:
+    """A head in a directory, for a target.
+
+    outputs: from a text to the outputs of the target's layers, each `[tokens, hidden_size]`.
+    embedding: the target's, `[vocab_size, hidden_size]`.
+    """
+
+    def __init__(
+        self, directory: Path, outputs: Callable[[list[int]], Sequence[Tensor]], embedding: Tensor
+    ) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.weights = load_file(directory / "model.safetensors")
-        self.target = target
+        self.outputs, self.embedding = outputs, embedding
 
     def drafts(self, text: list[int], count: int, choose: Choose = greedy) -> list[int]:
         """What the head proposes after `text`, whose last token the target has just sampled."""
@@ -103,7 +124,7 @@ class DefinedHead:
         for j in range(count):
             out = self._layer(self._embedded(inputs), hidden)
             normed = self._norm("norm", out)
-            logits = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+            logits = torch.full((self.config["vocab_size"],), -torch.inf, dtype=torch.float64)
             drafted = F.linear(normed[-1], self.weights["lm_head.weight"])
             logits[torch.arange(len(drafted)) + self.weights.get("d2t", 0)] = drafted
             found.append(choose(logits, len(text) + j))
@@ -112,19 +133,14 @@ class DefinedHead:
         return found
 
     def _joined(self, text: list[int]) -> Tensor:
-        layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        allocate(self.target.cache_specs(), 2 + (len(text) + 8) // PAGE, PAGE)
-        pages = -(-len(text) // PAGE)
-        table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
-        segment, positions = prefill_segment([len(text)], [0], table, page_size=PAGE)
-        aux = self.target(torch.tensor(text), positions, MLABatch(prefill=segment), layers).aux
+        outputs = self.outputs(text)
+        aux = [outputs[i] for i in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
         if self.config.get("fc_norm"):
             aux = [self._norm(f"fc_norm.{i}", each) for i, each in enumerate(aux)]
-        return F.linear(torch.cat(list(aux), dim=-1), self.weights["fc.weight"])
+        return F.linear(torch.cat(aux, dim=-1), self.weights["fc.weight"])
 
     def _embedded(self, ids: list[int]) -> Tensor:
-        own = self.weights.get("embed_tokens.weight")
-        return (self.target.embed_tokens.weight if own is None else own)[torch.tensor(ids)]
+        return self.weights.get("embed_tokens.weight", self.embedding)[torch.tensor(ids)]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[f"{name}.weight"]

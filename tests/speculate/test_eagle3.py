@@ -19,7 +19,7 @@ from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
 from tests.engine.watching import Watch
 from tests.models_for_tests import VOCAB, tiny_model
-from tests.speculate.eagle3_heads import DRAFTED, DefinedHead, config_of, weights_of, write_head
+from tests.speculate.eagle3_heads import DRAFTED, DefinedHead, config_of, outputs_of, weights_of, write_head
 from tests.speculate.from_scratch import FromScratch, greedy, sampler
 
 K = 3
@@ -79,7 +79,7 @@ def test_drafts_are_those_of_the_definition_and_tokens_plain_ones(
 ) -> None:
     """Requests come one after the other: with prompts in chunks beside rows that decode, pages that prompts share, rows
     that move to other states and, where there are few pages, preemption."""
-    defined, watch = DefinedHead(heads[version], copied), Watch()
+    defined, watch = DefinedHead(heads[version], outputs_of(copied), copied.embed_tokens.weight), Watch()
     pages = 19 if few_pages else None
     of = eagle(
         model,
@@ -111,7 +111,7 @@ def test_drafts_are_those_of_the_definition_and_tokens_plain_ones(
 def test_drafts_are_right_after_every_number_of_accepted_ones(
     model: MLAForCausalLM, copied: MLAForCausalLM, heads: dict[str, Path], version: str
 ) -> None:
-    defined, k = DefinedHead(heads[version], copied), 3
+    defined, k = DefinedHead(heads[version], outputs_of(copied), copied.embed_tokens.weight), 3
     prompts = PROMPTS[1:]
     continuations = [FromScratch(copied).continuation(prompt, 40) for prompt in prompts]
     step, state = start(eagle(model, heads[version], k), prompts, 40, [SamplingParams()] * len(prompts), [])
