@@ -27,7 +27,7 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-newest test-server test-parallel test-ray load test-all lint format docs hooks \
+.PHONY: help demo test test-long test-gpu test-newest test-server test-parallel test-ray load test-all lint format docs hooks \
 	clean
 
 help: ## show this
@@ -41,6 +41,10 @@ test: $(VENV)/.dev ## run the tests that need no GPU, less than five minutes
 
 test-long: $(VENV)/.dev ## run those of them that take a second or more, with all that Inductor compiles
 	@$(PYTEST) -m "long and not gpu and not slow" --ignore=tests/serving --ignore=tests/parallel $(ARGS)
+
+test-gpu: $(VENV)/.dev ## run the tests that need a GPU, spread over all GPUs (JOBS=8 for each), then those that need two
+	@$(PYTEST) -p tests.gpu_spread -m gpu --ignore=tests/serving --ignore=tests/test_gpu_parallel.py $(ARGS)
+	@$(RUN) -m pytest -q tests/test_gpu_parallel.py
 
 test-newest: $(NEWEST)/constraints.txt ## run `make test` with the newest PyTorch, installed apart (its build is 5.5 GB)
 	@$(MAKE) --no-print-directory VENV=$(NEWEST) CONSTRAINTS=$< test

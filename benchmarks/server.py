@@ -214,7 +214,7 @@ def measure_server(
 
 def load_engine(args: argparse.Namespace, max_model_len: int) -> Engine:
     """Set as the server's."""
-    dtype, mtp = getattr(torch, args.dtype), loads_mtp(args.k, None)
+    dtype, mtp = getattr(torch, args.dtype), loads_mtp({"num_speculative_tokens": args.k})
     checkpoint = Checkpoint.load(args.model, dtype=dtype, device=args.device, mtp=mtp)
     engine = Engine(
         checkpoint.model,

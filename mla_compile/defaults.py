@@ -26,7 +26,7 @@ DEFAULT_TOKENS_PER_STEP = 2048
 LEAST_PROMPT_TOKENS = 512
 """Prompt tokens of a step by default, beside any number of decode rows."""
 
-DrafterName = Literal["mtp", "ngram"]
+DrafterName = Literal["mtp", "ngram", "eagle3"]
 """The names in `speculate.drafter.DRAFTERS`."""
 DtypeName = Literal["float32", "bfloat16"]
 
@@ -62,7 +62,8 @@ _GPU, _CPU = DEVICE_DEFAULTS["cuda"], DEVICE_DEFAULTS["cpu"]
 IN_WORDS = {
     "dtype": f"{_GPU.dtype} on GPUs, else {_CPU.dtype}",
     "num_speculative_tokens": f"{DEFAULT_DRAFTS} if the model has an MTP layer or a drafter is given, else 0",
-    "drafter": "mtp if the model has an MTP layer; else ngram if K is given; else nothing drafts",
+    "drafter": "eagle3 with a drafter_model; else mtp if the model has an MTP layer; else ngram if K is given; "
+    "else nothing drafts",
     "max_rows": f"{DEFAULT_MAX_ROWS}",
     "page_size": f"{_GPU.page_size} on GPUs, else {_CPU.page_size}",
     "max_model_len": "the model's positions, or fewer if memory is short",

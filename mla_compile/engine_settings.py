@@ -29,6 +29,7 @@ class EngineSettings(TypedDict, total=False):
 
     num_speculative_tokens: int | None
     drafter: "DrafterName | DrafterKind | None"
+    drafter_model: str | Path | None
     max_rows: int
     max_model_len: int | None
     page_size: int | None
@@ -105,9 +106,12 @@ class EngineFields:
 
     Args:
         num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers. None: 3 if the model has
-            an MTP layer or `drafter` is given, else 0.
+            an MTP layer or a drafter is given, else 0.
         drafter: what proposes them: "mtp", the model's MTP layer; "ngram", prompt lookup of the last tokens in the
-            request's own text; or a custom `DrafterKind`. None: the MTP layer if there is one, else "ngram".
+            request's own text; "eagle3", the head in `drafter_model`; or a custom `DrafterKind`. None: the head if
+            `drafter_model` is given, else the MTP layer if there is one, else "ngram".
+        drafter_model: a directory with an EAGLE-3 head for the model, or ORG/NAME of one in the local Hugging Face
+            cache.
         max_rows: requests that run at once; others wait.
         max_model_len: maximum number of tokens of a request, prompt included; at most the model's number of positions,
             if it has one (see `ServedModel`). None: as many as it has, or the largest power of two of which `max_rows`
@@ -155,9 +159,18 @@ class EngineFields:
     drafter: "DrafterName | DrafterKind | None" = setting(
         None,
         "generate serve",
-        "What drafts. mtp: the MTP layer; ngram: prompt lookup in the text so far.",
+        "What drafts. mtp: the MTP layer; ngram: prompt lookup in the text so far; eagle3: the head in "
+        "--drafter-model.",
         kind=DrafterName | None,
         show_default=IN_WORDS["drafter"],
+    )
+    drafter_model: str | Path | None = setting(
+        None,
+        "generate serve plan",
+        "An EAGLE-3 head that drafts: a directory, or ORG/NAME of one in the local Hugging Face cache.",
+        kind=Path | None,
+        metavar="DIR",
+        show_default="none",
     )
     max_rows: int = setting(
         DEFAULT_MAX_ROWS, "serve plan", "Requests that run at once.", least=1, metavar="N"

@@ -47,7 +47,7 @@ def complete(
     )
     checkpoint = Checkpoint.load(
         model,
-        mtp=loads_mtp(settings["num_speculative_tokens"], settings["drafter"]),
+        mtp=loads_mtp(settings),
         text=text,
         **{**checkpoint_settings.of_checkpoint(), "device": place},
     )

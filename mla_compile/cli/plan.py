@@ -21,6 +21,7 @@ from mla_compile.models.checkpoint import meta_model
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.sharding import numbers_of_gpus
+from mla_compile.speculate.drafter import loads_mtp
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1}
 _H200 = 141 * 10**9
@@ -68,7 +69,7 @@ class PlanRequest(CheckpointSettings):
         return _meta_model(
             self.model,
             dtype=getattr(torch, self.dtype or defaults_on(self.device).dtype),
-            mtp=False if self.settings["num_speculative_tokens"] == 0 else None,
+            mtp=loads_mtp(self.settings),
             quantize=self.quantize,
             dequantize=self.dequantize,
         )

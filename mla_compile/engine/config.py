@@ -20,7 +20,7 @@ from mla_compile.ops.attention.decode_backends import check_name, select_backend
 from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
-from mla_compile.speculate.drafter import known_drafter, select_drafter
+from mla_compile.speculate.drafter import check_drafter, select_drafter
 from mla_compile.suggest import suggestions
 
 
@@ -30,7 +30,7 @@ class EngineConfig(EngineFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known_drafter(self.drafter)
+        check_drafter(self.drafter, self.drafter_model)
         if self.batch_invariant and self.compile is False:
             expected = "True with batch_invariant=True, which needs compiled steps"
             raise MLAError("compile", expected, False, "leave one of the two out")
@@ -83,11 +83,17 @@ class EngineConfig(EngineFields):
             expected = f"at least max_rows * (1 + num_speculative_tokens) = {of_decode_rows}"
             raise MLAError("max_tokens_per_step", expected, tokens)
         settings = {field.name: getattr(given, field.name) for field in fields(EngineConfig)}
+        drafter_model = self.drafter_model if k > 0 else None
         return FittedConfig(
             **settings
             | {
                 # Without drafts the model need not support any drafter.
-                "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
+                "drafter": select_drafter(
+                    self.drafter if k > 0 else None,
+                    has_mtp=model.has_mtp,
+                    has_model=drafter_model is not None,
+                ),
+                "drafter_model": drafter_model,
                 "num_speculative_tokens": k,
                 "page_size": page_size,
                 "max_model_len": longest,
@@ -101,7 +107,8 @@ class EngineConfig(EngineFields):
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         has_mtp = model.has_mtp and not model.is_recurrent
-        return DEFAULT_DRAFTS if has_mtp or self.drafter is not None else 0
+        drafts = has_mtp or self.drafter is not None or self.drafter_model is not None
+        return DEFAULT_DRAFTS if drafts else 0
 
     def _longest(
         self, model: ServedModel, on: DeviceDefaults, *, page_size: int, is_drafting: bool, left: int | None
@@ -158,7 +165,8 @@ class FittedConfig(EngineConfig):
         k = self.num_speculative_tokens
         if k == 0:
             return None
-        drafter = self.drafter.build(DrafterSettings(model, k, self.page_size, self.decode_backend))
+        settings = DrafterSettings(model, k, self.page_size, self.decode_backend, self.drafter_model)
+        drafter = self.drafter.build(settings)
         num_layers = getattr(model, "num_aux_layers", 0)
         for layer in getattr(drafter, "aux_layers", ()):
             if type(layer) is not int or not 0 <= layer < num_layers:

@@ -7,6 +7,7 @@ from mla_compile.engine.config import EngineConfig, FittedConfig
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Plan
+from mla_compile.hub import find_checkpoint
 from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import Drafter, ServedModel
@@ -24,7 +25,9 @@ class LeadingLauncher(Launcher):
         super().__init__(model, drafter, config, ranks)
         self._order = ranks.broadcast
         settings = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-        self._order(["begin", settings | {"drafter": config.drafter.name}])
+        head = config.drafter_model
+        drafter_model = None if head is None else str(find_checkpoint(head, "drafter_model").absolute())
+        self._order(["begin", settings | {"drafter": config.drafter.name, "drafter_model": drafter_model}])
 
     def launch(self, plan: Plan) -> Launch:
         self._order(

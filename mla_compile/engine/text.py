@@ -212,7 +212,7 @@ def generate(
         model,
         dtype=dtype,
         device=device,
-        mtp=loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter")),
+        mtp=loads_mtp(settings),
         quantize=quantize,
         dequantize=dequantize,
         generation_config=generation_config,

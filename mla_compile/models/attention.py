@@ -17,23 +17,24 @@ class MLAAttention(nn.Module):
 
     kv_cache: Tensor | None
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, *, input_size: int | None = None) -> None:
+        """input_size: the width of its input; None: `hidden_size`, which its output always has."""
         super().__init__()
         self.arch = arch
         self.num_heads = heads = arch.num_heads
-        hidden = arch.hidden_size
+        size = input_size or arch.hidden_size
         qk_width = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
         if arch.q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden, qk_width, bias=False)
+            self.q_proj = nn.Linear(size, qk_width, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden, arch.q_lora_rank, bias=False)
+            self.q_a_proj = nn.Linear(size, arch.q_lora_rank, bias=False)
             self.q_a_layernorm = RMSNorm(arch.q_lora_rank)
             self.q_b_proj = nn.Linear(arch.q_lora_rank, qk_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, arch.latent_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(size, arch.latent_width, bias=False)
         self.kv_a_layernorm = RMSNorm(arch.kv_lora_rank)
         kv_width = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
         self.kv_b_proj = nn.Linear(arch.kv_lora_rank, kv_width, bias=False)
-        self.o_proj = nn.Linear(heads * arch.v_head_dim, hidden, bias=False)
+        self.o_proj = nn.Linear(heads * arch.v_head_dim, arch.hidden_size, bias=False)
         self.register_buffer("kv_cache", None, persistent=False)
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,7 @@ class MLAAttention(nn.Module):
         return [CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
-        """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
+        """`x` `[tokens, input_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
         arch = self.arch
         if self.kv_cache is None:
             hint = "call mla_compile.caches.allocate(model.cache_specs(), ...) first"

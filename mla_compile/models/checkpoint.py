@@ -25,7 +25,7 @@ from mla_compile.models.names import (
     shared_copies,
 )
 from mla_compile.models.parallel import Parallel, check_parallel
-from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
+from mla_compile.models.safetensor_files import FLOAT8, FLOATS, Entry, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible, divide
 from mla_compile.models.weight_loader import WeightLoader
@@ -206,24 +206,18 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
         raise MLAError(f"{prefix}model_type", "one of " + ", ".join(SAME_AS), f"{model_type!r:.80}")
     check_settings(raw, SETTINGS, prefix)
     block = fp8.block_size_of(raw, prefix)
-    known = {name: raw[name] for name in SETTINGS if name in raw} | _rope(raw, prefix)
+    known = {name: raw[name] for name in SETTINGS if name in raw} | rope_settings(raw, prefix)
     # transformers requires a Python float, and JSON may have 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
     if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
         # MLA has as many; transformers' default differs.
         known["num_key_value_heads"] = known["num_attention_heads"]
-    from transformers import AutoConfig
-
-    try:
-        # Transformers' own class, and only these settings: others could make it read other files or run code.
-        config: PreTrainedConfig = AutoConfig.for_model(SAME_AS[model_type], **known)
-    except Exception as error:  # its validators raise many classes, all about the file's contents
-        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
+    config = transformers_config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
 
 
-def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
+def rope_settings(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
     """The rotary settings of a config.json, in the form of transformers 5."""
     top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
     check_settings(top, ROPE_SETTINGS, prefix)
@@ -235,6 +229,17 @@ def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
             check_settings(table, ROPE_SETTINGS, f"{prefix}{key}.")
             return top | {"rope_parameters": {name: table[name] for name in ROPE_SETTINGS if name in table}}
     return top
+
+
+def transformers_config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        # Transformers' own class, and only these settings: others could make it read other files or run code.
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # its validators raise many classes, all about the file's contents
+        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
+    return config
 
 
 def _check_target(dtype: torch.dtype | None, device: str | torch.device) -> None:
@@ -309,16 +314,36 @@ def _check(
         raise MLAError(str(directory / CONFIG), expected, "none")
     if block is not None:
         required |= {n + fp8.SCALE_SUFFIX: scale_shape(required[n], block) for n in quantized}
-    known = required | shared_copies(model)
-    missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in files.entries]
+
+    def is_unwanted(name: str) -> bool:
+        past_trunk = model.mtp is None and layers_past_trunk([name], model.arch.num_layers)
+        return bool(past_trunk) or name.endswith(".rotary_emb.inv_freq")
+
+    entries = {name: entry for name, entry in files.entries.items() if not is_unwanted(name)}
+    expected = f"the tensors of its {model.config.model_type} config"
+    check_tensors(directory, entries, required, shared_copies(model), expected=expected)
+
+
+def check_tensors(
+    directory: Path,
+    entries: dict[str, Entry],
+    required: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[int, ...]],
+    *,
+    expected: str,
+    may_be_fp8: bool = True,
+) -> None:
+    """Raises one `MLAError` for all tensors that are missing, extra, misshapen or not floating.
+
+    required, optional: shapes by name. may_be_fp8: whether matrices may be FP8.
+    """
+    known = required | optional
+    missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in entries]
     extra, misshapen = [], []
-    for name, entry in files.entries.items():
-        unwanted = model.mtp is None and layers_past_trunk([name], model.arch.num_layers)
-        if unwanted or name.endswith(".rotary_emb.inv_freq"):
-            continue
+    for name, entry in entries.items():
         if name not in known:
             extra.append(f"{name} {entry}")
-        elif entry.shape != known[name] or entry.dtype not in _accepted_dtypes(name, known[name]):
+        elif entry.shape != known[name] or entry.dtype not in _accepted_dtypes(name, known[name], may_be_fp8):
             misshapen.append(f"{name} (float {list(known[name])} expected, {entry} found)")
     mistakes = [
         f"{len(names)} {kind}: {_shorten(names)}"
@@ -326,14 +351,13 @@ def _check(
         if names
     ]
     if mistakes:
-        expected = f"the tensors of its {model.config.model_type} config"
         raise MLAError(str(directory), expected, "; ".join(mistakes))
 
 
-def _accepted_dtypes(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+def _accepted_dtypes(name: str, shape: tuple[int, ...], may_be_fp8: bool) -> tuple[str, ...]:
     if name.endswith(fp8.SCALE_SUFFIX):
         return (*FLOATS, _FLOAT8_SCALE)
-    return (*FLOATS, FLOAT8) if len(shape) > 1 else FLOATS
+    return (*FLOATS, FLOAT8) if may_be_fp8 and len(shape) > 1 else FLOATS
 
 
 def _shorten(names: list[str]) -> str:

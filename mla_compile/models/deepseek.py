@@ -53,6 +53,10 @@ class MLAForCausalLM(nn.Module):
         return self.arch.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self.arch.hidden_size
+
+    @property
     def max_position_embeddings(self) -> int:
         """The maximum number of positions."""
         positions: int = self.config.max_position_embeddings
@@ -100,7 +104,7 @@ class MLAForCausalLM(nn.Module):
             aux_layers: indices of layers whose outputs are returned too.
         """
         rope = self.rotary(positions)
-        hidden = self._embed(token_ids)
+        hidden = self.embed(token_ids)
         outputs = []
         for layer in self.layers:
             hidden = layer(hidden, rope, batch)
@@ -116,8 +120,8 @@ class MLAForCausalLM(nn.Module):
         gathered = all_gather(logits.flatten(0, -2), self.parallel.size)
         return gathered.view(*hidden.shape[:-1], self.vocab_size)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """int64 `[tokens]` to `[tokens, hidden_size]`."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids `[tokens]`, int64, to their embeddings `[tokens, hidden_size]`."""
         if self.parallel is None:
             out: Tensor = self.embed_tokens(token_ids)
             return out
@@ -147,5 +151,5 @@ class MLAForCausalLM(nn.Module):
         if self.mtp is None:
             hint = "load a checkpoint that has one"
             raise MLAError("mtp", "a model with an MTP layer", "one without it", hint)
-        out: Tensor = self.mtp(self._embed(next_token_ids), hidden, self.rotary(positions), batch)
+        out: Tensor = self.mtp(self.embed(next_token_ids), hidden, self.rotary(positions), batch)
         return out

@@ -41,6 +41,7 @@ _WIDTH = _integer(1, 2**20)
 _HEAD_WIDTH = _integer(1, 2**16)
 _MAX_LAYERS = 1024
 _END = _integer(0, 2**31 - 1)
+_MAX_AUX_LAYERS = 16
 
 
 def _is_list(value: object, most: int, accepts: Callable[[object], bool]) -> bool:
@@ -98,6 +99,22 @@ SETTINGS: dict[str, Rule] = {
     "scoring_func": _or_null(_TEXT),
     "topk_method": _or_null(_TEXT),
 }
+
+HEAD_SETTINGS: dict[str, Rule] = {
+    "draft_vocab_size": _or_null(_integer(1, 2**24)),
+    "target_hidden_size": _or_null(_WIDTH),
+    "norm_before_residual": _or_null(FLAG),
+    "fc_norm": _or_null(FLAG),
+    "norm_output": _or_null(FLAG),
+    "eagle_config": _or_null(Rule("an object", lambda value: isinstance(value, dict))),
+    "eagle_aux_hidden_state_layer_ids": _or_null(
+        Rule(
+            f"a list of 1 to {_MAX_AUX_LAYERS} layers",
+            lambda value: bool(value) and _is_list(value, _MAX_AUX_LAYERS, _END.accepts),
+        )
+    ),
+}
+"""Of an EAGLE-3 head, beside those that it shares with a model."""
 
 GENERATION_SETTINGS = {"do_sample": _or_null(FLAG), "eos_token_id": _ENDS}
 """Of generation_config.json; `SamplingParams` checks the others."""

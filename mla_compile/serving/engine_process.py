@@ -177,7 +177,7 @@ def _load(settings: ServerSettings) -> _Served:
     config = settings.engine
     checkpoint = Checkpoint.load(
         settings.model,
-        mtp=loads_mtp(config.num_speculative_tokens, config.drafter),
+        mtp=loads_mtp(vars(config)),
         **settings.of_checkpoint(),
     )
     engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)

@@ -7,9 +7,10 @@ entry of `DRAFTERS`, and its name in `defaults.DrafterName`, for the command's f
 drafter needs no entry: see `examples/add_a_drafter.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from mla_compile.batch import ForwardOutput, MLABatch
 from mla_compile.caches import CacheSpec
 from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
+from mla_compile.models.eagle3 import load_head
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.ngram import lookup_drafts
@@ -75,12 +77,14 @@ class DrafterSettings:
     model: the target; its caches have `page_size` tokens per page.
     num_speculative_tokens: k, the drafts of a step.
     decode_backend: of decode segments; see `DecodeSegment`.
+    drafter_model: the directory of the drafter's weights, for a kind with `needs_model`.
     """
 
     model: Target
     num_speculative_tokens: int
     page_size: int
     decode_backend: str | None
+    drafter_model: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -91,26 +95,28 @@ class DrafterKind:
     build: builds the drafter of an engine.
     needs_mtp: whether it runs the model's MTP layer.
     needs_history: whether it reads `DecodeState.history`; states have none otherwise.
+    needs_model: whether it has weights in a directory, `drafter_model`.
     """
 
     name: str
     build: Callable[[DrafterSettings], Drafter]
     needs_mtp: bool = False
     needs_history: bool = False
+    needs_model: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.build):
             raise MLAError("build", "a function of DrafterSettings that returns a drafter", repr(self.build))
 
-    def serves(self, *, has_mtp: bool) -> bool:
-        """Whether it supports a model with or without an MTP layer."""
-        return has_mtp or not self.needs_mtp
+    def serves(self, *, has_mtp: bool, has_model: bool = False) -> bool:
+        """Whether it supports a model with or without an MTP layer, with a `drafter_model` or without."""
+        return (has_mtp or not self.needs_mtp) and self.needs_model == has_model
 
 
-class MtpDrafter(nn.Module):
-    """The model's own MTP layer, k times in sequence.
+class LayerDrafter(nn.Module):
+    """A drafter that runs one layer with a cache, k times in sequence.
 
-    The layer's input at each position is the hidden state and the next token. So after an acceptance it first processes
+    The layer's input at each position is a hidden state and the next token. So after an acceptance it first processes
     the emitted tokens, k + 1 positions per row as in verification, which gives the first draft; each further draft
     comes from a pass over the previous pass's output.
     """
@@ -123,22 +129,31 @@ class MtpDrafter(nn.Module):
         self.page_size = settings.page_size
         self.decode_backend = settings.decode_backend
 
-    def cache_specs(self) -> list[CacheSpec]:
-        """The cache of the layer."""
-        return [spec for spec in self.model.cache_specs() if spec.owner == "drafter"]
+    def hidden_of(self, output: ForwardOutput) -> Tensor:
+        """The layer's hidden states at positions that the target has run, `[tokens, hidden_size]`."""
+        raise NotImplementedError
+
+    def run(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        """Run the layer, and append to its cache; see `Target.forward_mtp`."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of what `run` returned, `[..., vocab_size]`."""
+        raise NotImplementedError
 
     def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
-        """Write the layer's latents of the chunks."""
-        # The result is unused, so a compiled graph computes only the latents, before any decode row attends to them.
-        # `draft` rewrites the latent of a prompt's last token, as the next token is not known yet.
+        """Write the layer's cache for the chunks."""
+        # The result is unused, so a compiled graph computes only the cache, before any decode row attends to it.
+        # `draft` rewrites the entry of a prompt's last token, as the next token is not known yet.
         batch = MLABatch(prefill=chunks.segment)
-        self.model.forward_mtp(chunks.next_token_ids, output.hidden, chunks.positions, batch)
+        self.run(chunks.next_token_ids, self.hidden_of(output), chunks.positions, batch)
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """See `Drafter`."""
         q_len, accepted = verified.k + 1, verified.accepted
-        hidden = self._run(
-            state, verified.targets.view(-1), verified.output.hidden, state.num_cached, verified.q_lens, q_len
+        hidden = self.hidden_of(verified.output)
+        hidden = self._decode(
+            state, verified.targets.view(-1), hidden, state.num_cached, verified.q_lens, q_len
         )
         picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
         hidden = torch.index_select(hidden, 0, picked)
@@ -148,14 +163,14 @@ class MtpDrafter(nn.Module):
                 place = verified.num_cached + (j - 1)
                 # The draft made at `place` takes position `place + 2`, which must be within the row's length.
                 runs = verified.active & (j < state.num_drafts) & (place + 2 < state.max_len)
-                hidden = self._run(state, drafts[-1], hidden, place, runs.to(torch.int32), 1)
+                hidden = self._decode(state, drafts[-1], hidden, place, runs.to(torch.int32), 1)
             position = (verified.num_cached + (1 + j)).long()[:, None]
             before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
-            logits = self.model.logits(hidden)[:, None]
+            logits = self.logits(hidden)[:, None]
             drafts.append(choose_tokens(state, logits, position, before, sampled=verified.sampled)[:, 0])
         return torch.stack(drafts, dim=1)
 
-    def _run(
+    def _decode(
         self,
         state: DecodeState,
         next_token_ids: Tensor,
@@ -168,7 +183,53 @@ class MtpDrafter(nn.Module):
         batch, positions = state.decode_batch(
             num_cached, q_lens, q_len, page_size=self.page_size, backend=self.decode_backend
         )
+        return self.run(next_token_ids, hidden, positions, batch)
+
+
+class MtpDrafter(LayerDrafter):
+    """The model's own MTP layer."""
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """The cache of the layer."""
+        return [spec for spec in self.model.cache_specs() if spec.owner == "drafter"]
+
+    def hidden_of(self, output: ForwardOutput) -> Tensor:
+        return output.hidden
+
+    def run(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
         return self.model.forward_mtp(next_token_ids, hidden, positions, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+
+class Eagle3Drafter(LayerDrafter):
+    """An EAGLE-3 head, whose weights are beside the target's.
+
+    aux_layers: the target layers whose outputs it reads.
+    """
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        assert settings.drafter_model is not None  # `EngineConfig` checks it
+        target: Any = settings.model
+        dtype = settings.model.cache_specs()[0].dtype
+        self.head, self.aux_layers = load_head(settings.drafter_model, target, dtype=dtype)
+        self.embed: Callable[[Tensor], Tensor] = self.head.embed_tokens or target.embed
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """The cache of the head's layer."""
+        return self.head.layer.self_attn.cache_specs("eagle3.self_attn", "drafter", lookahead=1)
+
+    def hidden_of(self, output: ForwardOutput) -> Tensor:
+        return self.head.join(output.aux)
+
+    def run(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        out: Tensor = self.head(self.embed(next_token_ids), hidden, positions, batch)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden)
 
 
 class NgramDrafter(nn.Module):
@@ -190,6 +251,7 @@ class NgramDrafter(nn.Module):
 DRAFTERS = (
     DrafterKind("mtp", MtpDrafter, needs_mtp=True),
     DrafterKind("ngram", NgramDrafter, needs_history=True),
+    DrafterKind("eagle3", Eagle3Drafter, needs_model=True),
 )
 """By default the first one that supports a model drafts for it."""
 
@@ -219,22 +281,43 @@ def known_drafter(drafter: object) -> DrafterKind | None:
     raise MLAError("drafter", f"{names}, a DrafterKind or None", repr(drafter))
 
 
-def select_drafter(drafter: DrafterName | DrafterKind | None, *, has_mtp: bool) -> DrafterKind:
-    """The drafter kind for a model.
+def check_drafter(drafter: object, drafter_model: object) -> None:
+    """Check the settings of these names.
+
+    Raises:
+        MLAError: an unknown drafter; a `drafter_model` for a drafter without weights, or none for one with weights.
+    """
+    kind = known_drafter(drafter)
+    if drafter_model is not None and not isinstance(drafter_model, str | Path):
+        raise MLAError("drafter_model", "a directory with a head, or None", f"{drafter_model!r:.80}")
+    if drafter_model is not None and kind is not None and not kind.needs_model:
+        hint = "leave one of the two out"
+        raise MLAError(
+            "drafter_model", f"None, as drafter {kind.name!r} has no weights of its own", drafter_model, hint
+        )
+    if drafter_model is None and kind is not None and kind.needs_model:
+        raise MLAError("drafter_model", f"the directory of the head, for drafter={kind.name!r}", None)
+
+
+def select_drafter(
+    drafter: DrafterName | DrafterKind | None, *, has_mtp: bool, has_model: bool = False
+) -> DrafterKind:
+    """The drafter kind for a model, and for a `drafter_model` if there is one.
 
     Raises:
         MLAError: an unknown drafter, or one that needs an MTP layer for a model without one.
     """
     kind = known_drafter(drafter)
     if kind is None:
-        return next(kind for kind in DRAFTERS if kind.serves(has_mtp=has_mtp))
-    if not kind.serves(has_mtp=has_mtp):
+        return next(kind for kind in DRAFTERS if kind.serves(has_mtp=has_mtp, has_model=has_model))
+    if kind.needs_mtp and not has_mtp:
         expected = f"{ANY_MODEL!r} or None for a model without an MTP layer"
         raise MLAError("drafter", expected, repr(kind.name), "load a checkpoint with one")
     return kind
 
 
-def loads_mtp(num_speculative_tokens: int | None, drafter: DrafterName | DrafterKind | None) -> bool | None:
-    """The `mtp` argument of `load_model` for these drafts: False if no draft uses the layer, None if one may."""
-    kind = known_drafter(drafter)
-    return False if num_speculative_tokens == 0 or (kind is not None and not kind.needs_mtp) else None
+def loads_mtp(settings: Mapping[str, object]) -> bool | None:
+    """The `mtp` of `load_model` for an engine's settings: False if no draft uses the layer, None if one may."""
+    kind = known_drafter(settings.get("drafter"))
+    is_other = settings.get("drafter_model") is not None or (kind is not None and not kind.needs_mtp)
+    return False if settings.get("num_speculative_tokens") == 0 or is_other else None

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from mla_compile.engine import Engine
+from mla_compile.models.checkpoint import read_config
+from tests.speculate.eagle3_heads import config_of, weights_of, write_head
 
 HELLO = {"prompt": "hello"}
 HELLO_IDS = {"prompt_token_ids": [71, 68, 75, 75, 78]}
@@ -24,6 +26,20 @@ def test_an_output_line_has_these_keys_and_types(complete):
     assert isinstance(line["text"], str)
     assert line["finish_reason"] == "length"
     assert 1 <= line["acceptance_length"] <= 4
+
+
+def test_a_head_drafts_the_same_text(complete, checkpoint, run, tmp_path):
+    """By default K is 3 with a head, and the checkpoint's MTP layer is not loaded."""
+    sizes = read_config(checkpoint)[0]
+    config = config_of(sizes.hidden_size, [0, 1], vocab_size=sizes.vocab_size)
+    head = write_head(tmp_path / "head", config, weights_of(config))
+    (plain,), (drafted,) = complete([HELLO]), complete([HELLO], "--drafter-model", head)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["acceptance_length"] != plain["acceptance_length"]
+    planned = run("plan", checkpoint, "--drafter-model", head).stdout
+    assert (
+        "no MTP layer" in planned and planned != run("plan", checkpoint, "--num-speculative-tokens", 0).stdout
+    )
 
 
 @pytest.mark.long

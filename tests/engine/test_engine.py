@@ -270,8 +270,8 @@ def test_a_layer_that_the_forward_does_not_give_is_refused(monkeypatch: pytest.M
         with pytest.raises(MLAError, match=r"^aux_layers: expected indices of the 2 layers"):
             engine(2, tiny_model(), drafter=with_cache(0))
     target = TransformersTarget(stock_model("deepseek_v3", num_hidden_layers=1), None)
-    monkeypatch.setattr(WithCache, "aux_layers", (0,))
-    with pytest.raises(MLAError, match=r"^aux_layers: expected indices of the 0 layers"):
+    monkeypatch.setattr(WithCache, "aux_layers", (1,))
+    with pytest.raises(MLAError, match=r"^aux_layers: expected indices of the 1 layers"):
         Engine(target, num_speculative_tokens=1, drafter=with_cache(0), compile=False)
 
 

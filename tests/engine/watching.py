@@ -17,7 +17,7 @@ from mla_compile.speculate import (
     PromptChunks,
     Verified,
 )
-from mla_compile.speculate.drafter import MtpDrafter, known_drafter
+from mla_compile.speculate.drafter import known_drafter
 
 Change = Callable[[DecodeState, Verified, Tensor], Tensor]
 
@@ -55,7 +55,12 @@ class _Watched:
         self._watch, self._drafter = watch, build(settings)
 
     def cache_specs(self) -> list[CacheSpec]:
-        return self._drafter.cache_specs() if isinstance(self._drafter, MtpDrafter) else []
+        specs: list[CacheSpec] = getattr(self._drafter, "cache_specs", list)()
+        return specs
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return getattr(self._drafter, "aux_layers", ())
 
     def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
         self._drafter.fill(chunks, output)

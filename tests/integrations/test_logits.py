@@ -70,3 +70,27 @@ def test_logits_of_prefill_decode_and_verify_steps_are_those_of_stock(family: st
     reader.assert_as_stock(reader.decode(1))
     if family != "kimi_linear":  # a recurrent state takes no drafts
         reader.assert_as_stock(reader.decode(4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_of_layers_are_those_of_stock(family: str) -> None:
+    model, text = stock_model(family), texts()[0]
+    target = TransformersTarget(model, None)
+    target.prepare(PAGES)
+    allocate(target.cache_specs(), 1 + PAGES, PAGE_SIZE)
+    if target.is_recurrent:
+        assert target.num_aux_layers == 0
+        return
+    layers = tuple(range(target.num_aux_layers))[-2::-1]
+    assert layers
+    segment, positions = prefill_segment([len(text)], [0], TABLE[:1], page_size=PAGE_SIZE)
+    with torch.no_grad():
+        with target.installed(64):
+            aux = target(torch.tensor(text), positions, MLABatch(prefill=segment), layers).aux
+            embedded = target.embed(torch.tensor(text))
+        assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
+        ids = torch.tensor([text])
+        stocks = model.get_decoder()(ids, use_cache=False, output_hidden_states=True).hidden_states
+        assert torch.equal(embedded, model.get_input_embeddings()(ids)[0])
+    for layer, mine in zip(layers, aux, strict=True):
+        torch.testing.assert_close(mine, stocks[layer + 1][0], rtol=1e-4, atol=1e-5)

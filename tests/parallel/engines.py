@@ -5,6 +5,7 @@
 
 import ctypes
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.ranks import PATIENCE
 from mla_compile.testing import check_batch_invariance
 from tests.parallel.worker import join, loaded
+from tests.speculate.eagle3_heads import config_of, weights_of, write_head
 
 
 def several(model: MLAForCausalLM) -> None:
@@ -59,6 +61,21 @@ def invariance(model: MLAForCausalLM) -> None:
     settings: dict[str, Any] = {"compile": False, "batch_invariant": False}
     report = check_batch_invariance(model, prompts, max_new_tokens=6, drafts=(0, 2), rounds=1, **settings)
     assert report.num_requests == 10 and report.num_tokens == 60 and report.num_latents > 0, report
+
+
+def eagle3(model: MLAForCausalLM) -> None:
+    """Each process loads the whole head."""
+    arch = model.arch
+    config = config_of(arch.hidden_size, [0, 1], vocab_size=arch.vocab_size)
+    prompts = [[1, 2, 3], [5, 6, 7, 8, 9]]
+    plain = Engine(model, num_speculative_tokens=0, compile=False).generate(prompts, max_new_tokens=12)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = {name: weight.to(model.norm.weight.dtype) for name, weight in weights_of(config).items()}
+        engine = Engine(model, drafter_model=write_head(Path(folder), config, weights), compile=False)
+        drafted = engine.generate(prompts, max_new_tokens=12)
+    assert engine.config.drafter.name == "eagle3" and engine.stats.num_drafts > 0
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    engine.close()
 
 
 def step(model: MLAForCausalLM) -> None:

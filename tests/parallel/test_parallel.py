@@ -137,7 +137,7 @@ def test_the_page_shows_a_program_that_runs(tmp_path: Path) -> None:
 
 
 class TestEngines:
-    @pytest.mark.parametrize("case", ["several", "left_open", "busy", "invariance"])
+    @pytest.mark.parametrize("case", ["several", "left_open", "busy", "invariance", "eagle3"])
     def test_of_one_model_keep_the_ranks_in_step(self, case: str, tmp_path: Path) -> None:
         checkpoint(tmp_path, v3_config(vocab_size=96))
         run_ranks("tests.parallel.engines", 2, tmp_path, case)

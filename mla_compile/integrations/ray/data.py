@@ -101,7 +101,7 @@ class EngineActor:
             model,
             dtype=None if dtype is None else _dtype(dtype),
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            mtp=loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter")),
+            mtp=loads_mtp(settings),
             quantize=quantize,
             dequantize=dequantize,
             tokenizer=tokenizer,

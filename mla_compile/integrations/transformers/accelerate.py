@@ -15,7 +15,7 @@ from mla_compile.integrations.transformers.generation import AcceleratedGenerati
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget, check_model
 from mla_compile.models.layout import pack_adjacent, unpack_adjacent
-from mla_compile.speculate.drafter import known_drafter
+from mla_compile.speculate.drafter import known_drafter, loads_mtp
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -55,7 +55,7 @@ def accelerate(
     settings["prefix_caching"] = False
     config = config_of(None, settings)
     kind = known_drafter(config.drafter)
-    reads_mtp = config.num_speculative_tokens != 0 and (kind is None or kind.needs_mtp)
+    reads_mtp = loads_mtp(vars(config)) is None
     if mtp is not None and not reads_mtp:
         expected = "None, as num_speculative_tokens is 0 or the drafter uses no MTP layer"
         raise MLAError("mtp", expected, type(mtp).__name__)

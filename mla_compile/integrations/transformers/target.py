@@ -53,6 +53,18 @@ class TransformersTarget(nn.Module):
             if has_our_experts(module)
         ]
         self._rope = FixedRope(model)
+        self._outputs: list[Tensor] = []
+        """Of the decoder's layers in this call, by hooks within `installed`."""
+
+    @property
+    def hidden_size(self) -> int:
+        size: int = self.model.config.get_text_config().hidden_size
+        return size
+
+    @property
+    def num_aux_layers(self) -> int:
+        """The number of layers whose outputs `forward` can return as `aux_layers`."""
+        return 0 if self.is_recurrent else len(self.model.get_decoder().layers)
 
     @property
     def vocab_size(self) -> int:
@@ -103,17 +115,24 @@ class TransformersTarget(nn.Module):
     ) -> ForwardOutput:
         if self._states is not None:
             return ForwardOutput(self._states.forward(self._run, token_ids, positions, batch))
-        return ForwardOutput(self._run(token_ids[None], positions[None], batch)[0])
+        hidden = self._run(token_ids[None], positions[None], batch)[0]
+        return ForwardOutput(hidden, tuple(self._outputs[i][0] for i in aux_layers))
 
     def _run(self, input_ids: Tensor, position_ids: Tensor, batch: MLABatch) -> Tensor:
         """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` has the tokens row by row."""
         self._trunk.batch = batch
+        self._outputs.clear()
         out = self.model.get_decoder()(
             input_ids=input_ids, position_ids=position_ids, past_key_values=self._trunk, use_cache=True
         )
         self._trunk.batch = None
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids `[tokens]`, int64, to their embeddings `[tokens, hidden_size]`."""
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids[None])
+        return embedded[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         # MiniCPM3 scales before its head.
@@ -141,6 +160,9 @@ class TransformersTarget(nn.Module):
         self._mtp.batch = None
         return out[0]
 
+    def _keep_output(self, layer: nn.Module, inputs: object, output: Any) -> None:
+        self._outputs.append(output if isinstance(output, Tensor) else output[0])
+
     @contextmanager
     def installed(self, longest: int) -> Iterator[None]:
         """Replace transformers' attention and experts within the context.
@@ -154,6 +176,8 @@ class TransformersTarget(nn.Module):
                     vars(layer.attention)["mla_layer"] = layer
                     stack.callback(delattr, layer.attention, "mla_layer")
             self._rope.fix(longest, stack)
+            for decoder_layer in self.model.get_decoder().layers:
+                stack.enter_context(decoder_layer.register_forward_hook(self._keep_output))
             for config in self._configs:
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION

@@ -1,0 +1,180 @@
+"""EAGLE-3 heads with random weights, and what they draft by the definition: float64, without a cache.
+
+The definition: "EAGLE-3" (arXiv 2503.01840), section 3; EAGLE-3.1's norms; DeepSeek-V2 (arXiv 2405.04434) for MLA.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mla_compile import MLABatch, prefill_segment
+from mla_compile.caches import allocate
+from mla_compile.models import MLAForCausalLM
+from tests.models_for_tests import VOCAB
+from tests.speculate.from_scratch import PAGE, Choose, greedy
+
+HEADS, NOPE, ROPE, VALUE, LATENT, QUERIES, MLP = 2, 6, 4, 5, 16, 12, 24
+DRAFTED = 30
+"""Ids of a reduced vocabulary."""
+EPS = 1e-6
+
+
+def config_of(hidden: int, layers: list[int], **settings: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_attention_heads": HEADS,
+        "q_lora_rank": QUERIES,
+        "kv_lora_rank": LATENT,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE,
+        "intermediate_size": MLP,
+        "rms_norm_eps": EPS,
+        "rope_theta": 10000.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
+        **settings,
+    }
+
+
+def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """float64; the layer's names are those of SpecForge."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, num_aux = config["hidden_size"], len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    vocab = config["vocab_size"]
+    drafted = config.get("draft_vocab_size") or vocab
+
+    def matrix(out: int, size: int) -> Tensor:
+        return torch.randn(out, size, generator=g, dtype=torch.float64) * size**-0.5
+
+    def norm(size: int) -> Tensor:
+        return torch.rand(size, generator=g, dtype=torch.float64) + 0.5
+
+    attention = {
+        "q_a_proj": matrix(QUERIES, 2 * hidden),
+        "q_a_layernorm": norm(QUERIES),
+        "q_b_proj": matrix(HEADS * (NOPE + ROPE), QUERIES),
+        "kv_a_proj_with_mqa": matrix(LATENT + ROPE, 2 * hidden),
+        "kv_a_layernorm": norm(LATENT),
+        "kv_b_proj": matrix(HEADS * (NOPE + VALUE), LATENT),
+        "o_proj": matrix(hidden, HEADS * VALUE) * 3,  # so that drafts depend on attention
+    }
+    mlp = {"gate_proj": matrix(MLP, hidden), "up_proj": matrix(MLP, hidden), "down_proj": matrix(hidden, MLP)}
+    layer = {f"self_attn.{name}": weight for name, weight in attention.items()}
+    layer |= {f"mlp.{name}": weight for name, weight in mlp.items()}
+    layer |= {name: norm(hidden) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    found = {f"midlayer.{name}.weight": weight for name, weight in layer.items()}
+    found |= {"fc.weight": matrix(hidden, num_aux * hidden), "norm.weight": norm(hidden)}
+    found["lm_head.weight"] = matrix(drafted, hidden) * 3
+    if config.get("fc_norm"):
+        found |= {f"fc_norm.{i}.weight": norm(hidden) for i in range(num_aux)}
+    if drafted < vocab:
+        ids = torch.randperm(vocab, generator=g)[:drafted].sort().values
+        found["d2t"] = ids - torch.arange(drafted)
+        found["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    return found
+
+
+def write_head(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def outputs_of(target: MLAForCausalLM) -> Callable[[list[int]], Sequence[Tensor]]:
+    """A function from a text to the outputs of all layers of a target, on new caches."""
+
+    def outputs(text: list[int]) -> Sequence[Tensor]:
+        allocate(target.cache_specs(), 2 + (len(text) + 8) // PAGE, PAGE)
+        table = torch.arange(1, 1 - -len(text) // PAGE, dtype=torch.int32)[None]
+        segment, positions = prefill_segment([len(text)], [0], table, page_size=PAGE)
+        layers = range(target.num_aux_layers)
+        return target(torch.tensor(text), positions, MLABatch(prefill=segment), layers).aux
+
+    return outputs
+
+
+class DefinedHead:
+    """A head in a directory, for a target.
+
+    outputs: from a text to the outputs of the target's layers, each `[tokens, hidden_size]`.
+    embedding: the target's, `[vocab_size, hidden_size]`.
+    """
+
+    def __init__(
+        self, directory: Path, outputs: Callable[[list[int]], Sequence[Tensor]], embedding: Tensor
+    ) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.weights = load_file(directory / "model.safetensors")
+        self.outputs, self.embedding = outputs, embedding
+
+    def drafts(self, text: list[int], count: int, choose: Choose = greedy) -> list[int]:
+        """What the head proposes after `text`, whose last token the target has just sampled."""
+        hidden = self._joined(text[:-1])
+        inputs, found = text[1:], list[int]()
+        for j in range(count):
+            out = self._layer(self._embedded(inputs), hidden)
+            normed = self._norm("norm", out)
+            logits = torch.full((self.config["vocab_size"],), -torch.inf, dtype=torch.float64)
+            drafted = F.linear(normed[-1], self.weights["lm_head.weight"])
+            logits[torch.arange(len(drafted)) + self.weights.get("d2t", 0)] = drafted
+            found.append(choose(logits, len(text) + j))
+            hidden = torch.cat([hidden, (normed if self.config.get("norm_output") else out)[-1:]])
+            inputs = [*inputs, found[-1]]
+        return found
+
+    def _joined(self, text: list[int]) -> Tensor:
+        outputs = self.outputs(text)
+        aux = [outputs[i] for i in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+        if self.config.get("fc_norm"):
+            aux = [self._norm(f"fc_norm.{i}", each) for i, each in enumerate(aux)]
+        return F.linear(torch.cat(aux, dim=-1), self.weights["fc.weight"])
+
+    def _embedded(self, ids: list[int]) -> Tensor:
+        return self.weights.get("embed_tokens.weight", self.embedding)[torch.tensor(ids)]
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[f"{name}.weight"]
+
+    def _layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        def linear(name: str, x: Tensor) -> Tensor:
+            return F.linear(x, self.weights[f"midlayer.{name}.weight"])
+
+        normed = self._norm("midlayer.hidden_norm", hidden)
+        residual = normed if self.config.get("norm_before_residual") else hidden
+        x = torch.cat([self._norm("midlayer.input_layernorm", embedded), normed], dim=-1)
+        n = len(x)
+        q = linear(
+            "self_attn.q_b_proj",
+            self._norm("midlayer.self_attn.q_a_layernorm", linear("self_attn.q_a_proj", x)),
+        )
+        q_nope, q_pe = q.view(n, HEADS, NOPE + ROPE).split([NOPE, ROPE], dim=-1)
+        latent, k_pe = linear("self_attn.kv_a_proj_with_mqa", x).split([LATENT, ROPE], dim=-1)
+        kv = linear("self_attn.kv_b_proj", self._norm("midlayer.self_attn.kv_a_layernorm", latent))
+        k_nope, v = kv.view(n, HEADS, NOPE + VALUE).split([NOPE, VALUE], dim=-1)
+        q_pe, k_pe = _rotated(q_pe), _rotated(k_pe[:, None])
+        scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope) + torch.einsum("qhd,kd->hqk", q_pe, k_pe[:, 0])
+        scores = scores * (NOPE + ROPE) ** -0.5
+        weights = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        hidden = residual + linear("self_attn.o_proj", attended)
+        y = self._norm("midlayer.post_attention_layernorm", hidden)
+        return hidden + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Pairs (0, 1), (2, 3), ... of `x` `[tokens, heads, ROPE]`, rotated by the tokens' positions 0, 1, ...."""
+    freqs = 10000.0 ** (-torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE)
+    angles = torch.arange(len(x), dtype=torch.float64)[:, None, None] * freqs
+    even, odd = x[..., ::2], x[..., 1::2]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)

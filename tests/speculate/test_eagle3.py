@@ -1,0 +1,224 @@
+"""EAGLE-3 heads: what they draft, beside the definition, and that no token depends on it; on tiny random models."""
+
+import copy
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.start import start
+from mla_compile import MLAError, SamplingParams
+from mla_compile.engine import Completion, Engine
+from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate.state import FIRST_TOKEN
+from mla_compile.testing import shadow_check
+from mla_compile.torch_internals import compile_counters
+from tests.engine.engines import engine
+from tests.engine.watching import Watch
+from tests.models_for_tests import VOCAB, tiny_model
+from tests.speculate.eagle3_heads import DRAFTED, DefinedHead, config_of, outputs_of, weights_of, write_head
+from tests.speculate.from_scratch import FromScratch, greedy, sampler
+
+K = 3
+SHARED = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+PROMPTS = [[*SHARED, 1], [2, 3], [*SHARED, 4, 5], [*SHARED[:8], 6], [16, 17, 18, 19, 20, 21, 22]]
+SAMPLED = SamplingParams(temperature=1.1, seed=5, top_p=0.9)
+VERSIONS: dict[str, dict[str, Any]] = {
+    "3": {},
+    "3, reduced": {"draft_vocab_size": DRAFTED},
+    "3.1": {"fc_norm": True, "norm_output": True, "draft_vocab_size": DRAFTED},
+    "residual": {"norm_before_residual": True},
+}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for i, (name, settings) in enumerate(VERSIONS.items()):
+        config = config_of(32, [0, 1, 1], **settings)
+        made[name] = write_head(tmp_path_factory.mktemp("head"), config, weights_of(config, seed=i))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> MLAForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def copied(model: MLAForCausalLM) -> MLAForCausalLM:
+    return copy.deepcopy(model)
+
+
+@cache
+def plain(params: SamplingParams) -> list[Completion]:
+    return engine(0, tiny_model()).generate(PROMPTS, params, max_new_tokens=24)
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+def eagle(model: MLAForCausalLM, head: Path, k: int = K, **settings: Any) -> Engine:
+    return engine(k, model, drafter_model=head, **settings)
+
+
+@pytest.mark.parametrize("few_pages", [False, True])
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_drafts_are_those_of_the_definition_and_tokens_plain_ones(
+    model: MLAForCausalLM,
+    copied: MLAForCausalLM,
+    heads: dict[str, Path],
+    version: str,
+    params: SamplingParams,
+    few_pages: bool,
+) -> None:
+    """Requests come one after the other: with prompts in chunks beside rows that decode, pages that prompts share, rows
+    that move to other states and, where there are few pages, preemption."""
+    defined, watch = DefinedHead(heads[version], outputs_of(copied), copied.embed_tokens.weight), Watch()
+    pages = 19 if few_pages else None
+    of = eagle(
+        model,
+        heads[version],
+        drafter=watch.kind("eagle3"),
+        num_pages=pages,
+        max_tokens_per_step=4 * (1 + K) + 3,
+    )
+    choose = greedy if params.temperature == 0 else sampler(params)
+    requests, num_checked = [], 0
+    while of.has_work() or len(requests) < len(PROMPTS):
+        if len(requests) < len(PROMPTS) and of.stats.num_steps >= 3 * len(requests):
+            requests.append(of.add(PROMPTS[len(requests)], params, max_new_tokens=24))
+        of.step()
+        for request, row in watch.rows(requests):
+            if not request.completion.token_ids or not watch.state.active[row]:
+                continue
+            text = [*request.prompt, *request.completion.token_ids]
+            count = min(K, request.max_len - len(text))  # what is behind the row's end is not drafted
+            drafts = watch.state.drafts[row, :count].tolist()
+            assert drafts == defined.drafts(text, count, choose), (len(text), count)
+            num_checked += 1
+    assert num_checked > 60 and of.stats.num_reused_tokens > 0
+    assert (of.stats.num_preemptions > 0) == few_pages
+    assert [request.completion.token_ids for request in requests] == tokens(plain(params))
+
+
+@pytest.mark.parametrize("version", ["3, reduced", "3.1"])
+def test_drafts_are_right_after_every_number_of_accepted_ones(
+    model: MLAForCausalLM, copied: MLAForCausalLM, heads: dict[str, Path], version: str
+) -> None:
+    defined, k = DefinedHead(heads[version], outputs_of(copied), copied.embed_tokens.weight), 3
+    prompts = PROMPTS[1:]
+    continuations = [FromScratch(copied).continuation(prompt, 40) for prompt in prompts]
+    step, state = start(eagle(model, heads[version], k), prompts, 40, [SamplingParams()] * len(prompts), [])
+    texts = [[*p, t] for p, t in zip(prompts, state.last_token.tolist(), strict=True)]
+    orders = list(itertools.permutations(range(k + 1)))
+    plan = [orders[row * 5 % len(orders)] * 2 for row in range(len(prompts))]
+    for counts in zip(*plan, strict=True):
+        for row, count in enumerate(counts):
+            done = len(texts[row]) - len(prompts[row])
+            true = continuations[row][done : done + k]
+            state.drafts[row] = torch.tensor([*true[:count], *((t + 1) % VOCAB for t in true[count:])])
+        step(state)
+        for text, report in zip(texts, state.report.tolist(), strict=True):
+            text += report[FIRST_TOKEN : FIRST_TOKEN + report[0]]
+        for text, drafts, count in zip(texts, state.drafts.tolist(), counts, strict=True):
+            assert drafts == defined.drafts(text, k), f"after accepting {count}"
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_no_token_depends_on_the_number_of_drafts(
+    model: MLAForCausalLM, heads: dict[str, Path], k: int, params: SamplingParams
+) -> None:
+    assert tokens(eagle(model, heads["3.1"], k).generate(PROMPTS, params, max_new_tokens=24)) == tokens(
+        plain(params)
+    )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+@pytest.mark.parametrize("version", ["3", "3.1"])
+def test_compiled_steps_give_the_tokens_of_eager_ones(heads: dict[str, Path], version: str) -> None:
+    torch._dynamo.utils.counters.clear()
+    compiled = eagle(tiny_model(torch.float32), heads[version], 2, compile=True)
+    expected = engine(0, tiny_model(torch.float32)).generate(PROMPTS, max_new_tokens=20)
+    for rows in (2, 4):
+        got = compiled.generate(PROMPTS[:rows], max_new_tokens=20)
+        assert tokens(got) == tokens(expected[:rows]), f"{rows} rows"
+    assert compile_counters()["graphs"] == 3
+
+
+def test_steps_are_checked_by_their_eager_run(heads: dict[str, Path]) -> None:
+    checked = eagle(tiny_model(), heads["3.1"])
+    with shadow_check(checked):
+        assert tokens(checked.generate(PROMPTS, max_new_tokens=12)) == [
+            t[:12] for t in tokens(plain(SamplingParams()))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architectures: expected one of Eagle3DeepseekV2ForCausalLM",
+        ),
+        ({"hidden_size": 16}, "hidden_size: expected that of the target, 32, got 16"),
+        ({"vocab_size": 41}, "vocab_size: expected that of the target, 40, got 41"),
+        ({"kv_lora_rank": None}, "kv_lora_rank: expected an integer"),
+        ({"fc_norm": True}, r"3 missing: fc_norm\.0\.weight \[32\]"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            "expected layers of the target, which has 2",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
+            "expected a list of 1 to 16 layers, or null",
+        ),
+        ({"eagle_config": None}, "expected layers of the target"),
+        ({"draft_vocab_size": 20}, "expected a tensor d2t, as its vocabulary is reduced, got none"),
+        ({"target_hidden_size": 64}, "target_hidden_size: expected hidden_size = 32, got 64"),
+    ],
+    ids=str,
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(
+    model: MLAForCausalLM, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = config_of(32, [0, 1, 1])
+    before = [spec.layer.kv_cache for spec in model.cache_specs()]
+    with pytest.raises(MLAError, match=message):
+        eagle(model, write_head(tmp_path, {**config, **change}, weights_of(config)))
+    after = [spec.layer.kv_cache for spec in model.cache_specs()]
+    assert all(x is y for x, y in zip(before, after, strict=True)), "nothing is allocated"
+
+
+@pytest.mark.parametrize("offsets", [[0] * 29 + [-30], [0] * 29 + [11], [1] + [0] * 29])
+def test_ids_outside_the_vocabulary_or_twice_are_refused(
+    model: MLAForCausalLM, tmp_path: Path, offsets: list[int]
+) -> None:
+    config = config_of(32, [0, 1, 1], draft_vocab_size=30)
+    weights = weights_of(config) | {"d2t": torch.tensor(offsets)}
+    with pytest.raises(MLAError, match=r"d2t: expected offsets to different ids in \[0, 40\)"):
+        eagle(model, write_head(tmp_path, config, weights))
+
+
+def test_settings_that_contradict_each_other_are_refused(
+    model: MLAForCausalLM, heads: dict[str, Path]
+) -> None:
+    with pytest.raises(
+        MLAError, match=r"drafter_model: expected the directory of the head, for drafter='eagle3'"
+    ):
+        engine(3, model, drafter="eagle3")
+    with pytest.raises(MLAError, match="drafter_model: expected None, as drafter 'ngram' has no weights"):
+        eagle(model, heads["3"], drafter="ngram")
+    with pytest.raises(
+        MLAError, match=r"config\.json: expected the config of an EAGLE-3 head, got no such directory"
+    ):
+        eagle(model, Path("nowhere"))
+    assert eagle(model, heads["3"]).config.drafter.name == "eagle3"
+    assert eagle(model, heads["3"], 0).config.drafter_model is None
