@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Completion, Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.testing import shadow_check
-from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
 from tests.engine.watching import Watch
 from tests.models_for_tests import VOCAB, tiny_model
