@@ -56,7 +56,11 @@ def test_drafts_are_those_of_the_definition(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.usefixtures("lowering")
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in LAYERS if f != "deepseek_v3")],
+)
 def test_an_accelerated_model_gives_the_tokens_of_stock(family: str, tmp_path: Path) -> None:
     model = stock_model(family)
     expected = stock.greedy(model, prompts(), 16)
