@@ -48,7 +48,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.long
 def test_every_caller_gets_the_same_graph(run, long, compiled, tmp_path, monkeypatch):
-    for module in ("mla_compile.defaults", "mla_compile.cli.demo"):
+    for module in ("mla_compile.engine.config", "mla_compile.cli.demo"):
         monkeypatch.setattr(f"{module}.DEFAULT_DRAFTS", 1)  # a graph of three takes twice as long to trace
     assert run("demo", "--model", long, "--max-new-tokens", 4).exit_code == 0
     assert len(compiled) == 4, "two parts of a step without drafts, and of one with drafts"
