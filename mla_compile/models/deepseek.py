@@ -105,10 +105,11 @@ class MLAForCausalLM(nn.Module):
         """
         rope = self.rotary(positions)
         hidden = self.embed(token_ids)
-        outputs = []
-        for layer in self.layers:
+        outputs: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, batch)
-            outputs.append(hidden)
+            if i in aux_layers:  # the others would stay in memory
+                outputs[i] = hidden
         return ForwardOutput(self.norm(hidden), tuple(outputs[i] for i in aux_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def _read(kind: type[B], body: bytes, limits: ModelLimits) -> B:
             raise BadField(name, "not supported; remove it", "unsupported_parameter")
     for name in given:
         if name not in kind.model_fields and name not in IGNORED:
-            raise BadField(name[:100], "unknown field", "unknown_parameter")
+            raise BadRequest(f"{name[:100]}: unknown field", name, "unknown_parameter")
     try:
         asked = kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
     except ValidationError as error:

@@ -10,6 +10,7 @@ from mla_compile.batch import MLABatch
 from mla_compile.caches import allocate
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops.attention.segments import decode_segment, prefill_segment
+from mla_compile.torch_internals import capture_graph
 from tests.integrations import stock
 from tests.integrations.families import FAMILIES, VOCAB_SIZE, stock_model
 
@@ -88,6 +89,11 @@ def test_outputs_of_layers_are_those_of_stock(family: str) -> None:
         with target.installed(64):
             aux = target(torch.tensor(text), positions, MLABatch(prefill=segment), layers).aux
             embedded = target.embed(torch.tensor(text))
+            plain = target, (torch.tensor(text), positions, MLABatch(prefill=segment)), {}
+            (graph, _) = capture_graph(*plain)
+            assert len(graph.graph.output_node().args[0]) == 1, (
+                "what is not asked for is no result of a graph"
+            )
         assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
         ids = torch.tensor([text])
         stocks = model.get_decoder()(ids, use_cache=False, output_hidden_states=True).hidden_states

@@ -53,8 +53,8 @@ class TransformersTarget(nn.Module):
             if has_our_experts(module)
         ]
         self._rope = FixedRope(model)
-        self._outputs: list[Tensor] = []
-        """Of the decoder's layers in this call, by hooks within `installed`."""
+        self._outputs: dict[int, Any] = {}
+        """In a forward, the outputs of the layers that it is asked for, which hooks write within `installed`."""
 
     @property
     def hidden_size(self) -> int:
@@ -115,13 +115,15 @@ class TransformersTarget(nn.Module):
     ) -> ForwardOutput:
         if self._states is not None:
             return ForwardOutput(self._states.forward(self._run, token_ids, positions, batch))
+        self._outputs = dict.fromkeys(aux_layers)
         hidden = self._run(token_ids[None], positions[None], batch)[0]
-        return ForwardOutput(hidden, tuple(self._outputs[i][0] for i in aux_layers))
+        aux = tuple(self._outputs[i][0] for i in aux_layers)
+        self._outputs = {}  # else they would stay in memory, and a compiled graph would return them
+        return ForwardOutput(hidden, aux)
 
     def _run(self, input_ids: Tensor, position_ids: Tensor, batch: MLABatch) -> Tensor:
         """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` has the tokens row by row."""
         self._trunk.batch = batch
-        self._outputs.clear()
         out = self.model.get_decoder()(
             input_ids=input_ids, position_ids=position_ids, past_key_values=self._trunk, use_cache=True
         )
@@ -160,8 +162,9 @@ class TransformersTarget(nn.Module):
         self._mtp.batch = None
         return out[0]
 
-    def _keep_output(self, layer: nn.Module, inputs: object, output: Any) -> None:
-        self._outputs.append(output if isinstance(output, Tensor) else output[0])
+    def _keep_output(self, i: int, layer: nn.Module, inputs: object, output: Any) -> None:
+        if i in self._outputs:
+            self._outputs[i] = output if isinstance(output, Tensor) else output[0]
 
     @contextmanager
     def installed(self, longest: int) -> Iterator[None]:
@@ -176,8 +179,8 @@ class TransformersTarget(nn.Module):
                     vars(layer.attention)["mla_layer"] = layer
                     stack.callback(delattr, layer.attention, "mla_layer")
             self._rope.fix(longest, stack)
-            for decoder_layer in self.model.get_decoder().layers:
-                stack.enter_context(decoder_layer.register_forward_hook(self._keep_output))
+            for i, decoder_layer in enumerate(self.model.get_decoder().layers):
+                stack.enter_context(decoder_layer.register_forward_hook(partial(self._keep_output, i)))
             for config in self._configs:
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION
