@@ -195,11 +195,7 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
         MLAError: no directory, no config, or a bad setting, with the file and the setting named.
     """
     file = directory / CONFIG
-    raw = read_object(directory, CONFIG, most=MAX_CONFIG) if directory.is_dir() else None
-    if raw is None:
-        got = "none" if directory.is_dir() else "no such directory"
-        hint = download_hint(directory, "use a directory in Hugging Face format")
-        raise MLAError(str(file), "a checkpoint's config", got, hint)
+    raw = raw_config(directory, "a checkpoint's config", "use a directory in Hugging Face format")
     prefix = f"{file}: "
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in SAME_AS:
@@ -215,6 +211,15 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     config = transformers_config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
+
+
+def raw_config(directory: Path, expected: str, hint: str) -> dict[str, Any]:
+    """The settings in a config.json. expected, hint: of the `MLAError` if there is none."""
+    raw = read_object(directory, CONFIG, most=MAX_CONFIG) if directory.is_dir() else None
+    if raw is None:
+        got = "none" if directory.is_dir() else "no such directory"
+        raise MLAError(str(directory / CONFIG), expected, got, download_hint(directory, hint))
+    return raw
 
 
 def rope_settings(raw: dict[str, Any], prefix: str) -> dict[str, Any]:

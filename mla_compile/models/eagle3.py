@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
-from mla_compile.hub import download_hint, find_checkpoint
+from mla_compile.hub import find_checkpoint
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.attention import MLAAttention
-from mla_compile.models.checkpoint import CONFIG, check_tensors, rope_settings, transformers_config
-from mla_compile.models.files import MAX_CONFIG, read_object
+from mla_compile.models.checkpoint import (
+    CONFIG,
+    check_tensors,
+    raw_config,
+    rope_settings,
+    transformers_config,
+)
 from mla_compile.models.layers import MLP, RMSNorm
 from mla_compile.models.rotary import RotaryEmbedding
 from mla_compile.models.safetensor_files import SafetensorFiles
@@ -69,11 +74,7 @@ class HeadConfig:
     def read(cls, directory: Path) -> "HeadConfig":
         """Raises `MLAError` for a config of another kind of head, or a bad setting, with the file and the setting."""
         file = str(directory / CONFIG)
-        raw = read_object(directory, CONFIG, most=MAX_CONFIG) if directory.is_dir() else None
-        if raw is None:
-            got = "none" if directory.is_dir() else "no such directory"
-            hint = download_hint(directory, "use a directory with an EAGLE-3 head")
-            raise MLAError(file, "the config of an EAGLE-3 head", got, hint)
+        raw = raw_config(directory, "the config of an EAGLE-3 head", "use a directory with an EAGLE-3 head")
         prefix = f"{file}: "
         names = raw.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) & set(ARCHITECTURES):
