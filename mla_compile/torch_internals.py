@@ -286,6 +286,26 @@ def eager_until_compiled(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def tracing_this_thread() -> Iterator[None]:
+    """Let tracers of FX record this thread only.
+
+    A tracer replaces `nn.Module.__call__` in the whole process: while Inductor traces a function, a module that another
+    thread calls would be a submodule that the tracer does not know, an error.
+    """
+    mine, call_module = threading.get_ident(), fx.Tracer.call_module
+
+    def call(
+        tracer: fx.Tracer, m: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if threading.get_ident() != mine:
+            return forward(*args, **kwargs)
+        return call_module(tracer, m, forward, args, kwargs)
+
+    with mock.patch.object(fx.Tracer, "call_module", call):
+        yield
+
+
 def is_mutable(op: object) -> bool:
     """Whether an op may write to one of its arguments.
 

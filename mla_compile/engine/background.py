@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from mla_compile.torch_internals import tracing_this_thread
+
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL = 1e-4
@@ -41,7 +43,8 @@ def _run(what: str, job: Callable[[], None]) -> None:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         try:
-            job()
+            with tracing_this_thread():
+                job()
         except Exception as error:
             log.warning("%s failed; it runs eagerly: %s", what, error)
         finally:

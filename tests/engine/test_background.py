@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.counters import compile_counters
 from mla_compile import Engine, SamplingParams
+from mla_compile.engine.background import run_in_background
 from tests.engine.engines import engine, watch_eager_calls
 from tests.models_for_tests import one_layer_model
 
@@ -27,6 +28,33 @@ def compiles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parts of steps that ran eagerly."""
     return watch_eager_calls(monkeypatch, "verify", "advance")
+
+
+def test_a_function_that_a_job_traces_does_not_see_the_modules_that_steps_call() -> None:
+    """Inductor traces one for some 20 ms; a tracer replaces `nn.Module.__call__` in the whole process."""
+    traces, ends = threading.Event(), threading.Event()
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        traces.set()
+        assert ends.wait(60)
+        return x
+
+    graphs: list[torch.fx.GraphModule] = []
+    run_in_background("a trace", lambda: graphs.append(torch.fx.symbolic_trace(traced)))
+    try:
+        assert traces.wait(60)
+        linear = torch.nn.Linear(2, 2)
+        assert linear(torch.ones(1, 2)).shape == (1, 2)
+    finally:
+        ends.set()
+    join_jobs()
+    assert [node.op for node in graphs[0].graph.nodes] == ["placeholder", "output"]
+
+
+def join_jobs() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "mla-compile":
+            thread.join()
 
 
 def texts(of: Engine, sampling: SamplingParams | None = None) -> list[list[int]]:
@@ -65,9 +93,7 @@ def check_change_over(eager_calls: list[str]) -> None:
         num_batches += 1
         assert time.monotonic() < deadline, f"{graphs} of 3 graphs after {num_batches} batches"
         graphs = compile_counters()["graphs"] - before
-    for thread in threading.enumerate():
-        if thread.name == "mla-compile":
-            thread.join()
+    join_jobs()
     assert sys.getswitchinterval() == interval
     assert num_batches > 1 and {"verify", "advance"} <= set(eager_calls)
     for params, tokens in expected.items():
