@@ -112,6 +112,7 @@ $(VENV)/.runtime: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "installing mla-compile with its test and lint tools: half a minute ..."
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps speculators # its heads are a reference; what it depends on trains them
 	@touch $(VENV)/.runtime $@
 
 $(VENV)/.ray: pyproject.toml $(VENV)/.dev

@@ -27,6 +27,8 @@ class CacheSpec:
     width: elements per token, of the type `dtype`, on `device`.
     layer: reads and writes it as its attribute `kv_cache`, which is None until `allocate`.
     lookahead: number of tokens after a token that its entry depends on. Prompts share a page only if these agree too.
+    heads: entries per token, each of `width` elements. A page of the batch is `heads` pages of the cache: page p has
+        the entries of head h in page `p * heads + h`.
     """
 
     name: str
@@ -36,18 +38,21 @@ class CacheSpec:
     device: torch.device
     layer: Any
     lookahead: int = 0
+    heads: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.lookahead) is not int or self.lookahead < 0:
-            raise MLAError("lookahead", "an integer >= 0", repr(self.lookahead))
+        for name, least in (("lookahead", 0), ("heads", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise MLAError(name, f"an integer >= {least}", repr(value))
 
     @property
     def bytes_per_token(self) -> int:
-        return self.width * self.dtype.itemsize
+        return self.heads * self.width * self.dtype.itemsize
 
     @property
     def cache(self) -> Tensor:
-        """`[num_pages, page_size, width]`.
+        """`[num_pages * heads, page_size, width]`.
 
         Raises:
             MLAError: it is not allocated.
@@ -59,7 +64,7 @@ class CacheSpec:
 
 
 def allocate(specs: Iterable[CacheSpec], num_pages: int, page_size: int) -> None:
-    """Give every layer its own zeroed cache `[num_pages, page_size, width]`, which replaces the one it had.
+    """Give every layer its own zeroed cache `[num_pages * heads, page_size, width]`, in place of the one it had.
 
     All have the same page numbers, as one block table serves them. Each layer has its own tensor, since Inductor
     miscompiled a stacked one that is indexed inside the graph.
@@ -70,7 +75,7 @@ def allocate(specs: Iterable[CacheSpec], num_pages: int, page_size: int) -> None
     if num_pages < 1 or page_size < 1:
         raise MLAError("num_pages, page_size", ">= 1 each", f"{num_pages} and {page_size}")
     for spec in specs:
-        shape = num_pages, page_size, spec.width
+        shape = num_pages * spec.heads, page_size, spec.width
         cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
         if not isinstance(spec.layer, nn.Module):  # a module's buffers have static addresses already
             mark_cache(cache)

@@ -5,5 +5,7 @@ from pathlib import Path
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # before torch looks for GPUs
     count = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    if visible:  # else the system does not list them, and all processes take the first
+        numbers = visible.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = numbers[int(worker.removeprefix("gw")) % len(numbers)]

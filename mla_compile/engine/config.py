@@ -20,7 +20,7 @@ from mla_compile.ops.attention.decode_backends import check_name, select_backend
 from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
-from mla_compile.speculate.drafter import check_drafter, select_drafter
+from mla_compile.speculate.drafter import check_drafter, select_drafter, sizes_of
 from mla_compile.suggest import suggestions
 
 
@@ -121,8 +121,12 @@ class EngineConfig(EngineFields):
         affordable = 0
         if positions is not None and positions > LEAST_MAX_MODEL_LEN:
             specs = [spec for spec in model.cache_specs() if is_drafting or spec.owner == "target"]
-            of_token = self.max_rows * sum(spec.bytes_per_token for spec in specs)
-            affordable = on.cache_bytes(bytes_left(model) if left is None else left) // max(1, of_token)
+            of_token = sum(spec.bytes_per_token for spec in specs)
+            left = bytes_left(model) if left is None else left
+            if is_drafting and self.drafter_model is not None:
+                weights, of_its_token = sizes_of(self.drafter_model, model)
+                left, of_token = left - weights, of_token + of_its_token
+            affordable = on.cache_bytes(left) // max(1, self.max_rows * of_token)
         if self.num_pages is not None:
             affordable = min(affordable, (self.num_pages - 1) * page_size)
         return default_max_model_len(positions, affordable)

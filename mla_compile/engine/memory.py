@@ -94,7 +94,7 @@ def plan_memory(
         weights=_num_bytes(divided) + _num_bytes(alike),
         alike=_num_bytes(alike),
         cache=fitted.num_pages * fitted.page_size * sum(spec.bytes_per_token for spec in specs),
-        steps=_of_step(model, fitted, num_gpus),
+        steps=_of_step(model, fitted, num_gpus, len(getattr(drafter, "aux_layers", ()))),
         graphs=fitted.capture_budget or 0,
         config=fitted,
     )
@@ -104,11 +104,12 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _of_step(model: MLAForCausalLM, config: FittedConfig, num_gpus: int) -> int:
+def _of_step(model: MLAForCausalLM, config: FittedConfig, num_gpus: int, num_aux: int) -> int:
     """The peak of a step with prompts: the experts' results, or the expanded keys and values."""
     arch, width = model.arch, model.embed_tokens.weight.element_size()
     tokens, heads = config.max_tokens_per_step, arch.num_heads // num_gpus
-    hidden = 4 * tokens * arch.hidden_size * width  # before and after a layer, normed, of the drafter
+    # Before and after a layer, normed, of the drafter; what the drafter reads of each of its layers, and that joined.
+    hidden = (4 + 2 * num_aux) * tokens * arch.hidden_size * width
     # One float32 vector for each expert of each token. With expert parallelism one GPU may have all of them.
     pairs = tokens * (arch.routing.topk + 1)
     experts = pairs * (4 * arch.hidden_size + width * arch.moe_intermediate_size)

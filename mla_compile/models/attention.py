@@ -46,6 +46,10 @@ class MLAAttention(nn.Module):
         weight, width = self.kv_b_proj.weight, self.arch.latent_width
         return [CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)]
 
+    def fill(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> None:
+        """As `forward`, for the cache alone. A compiled graph leaves out the attention, whose result is not used."""
+        self(x, rope, batch)
+
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
         """`x` `[tokens, input_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
         arch = self.arch

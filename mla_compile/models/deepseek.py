@@ -13,9 +13,9 @@ from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.decoder import DecoderLayer, MTPLayer
 from mla_compile.models.layers import RMSNorm
-from mla_compile.models.parallel import Parallel
+from mla_compile.models.parallel import Parallel, gathered
 from mla_compile.models.rotary import RotaryEmbedding
-from mla_compile.ops.collectives.collectives import all_gather, all_reduce
+from mla_compile.ops.collectives.collectives import all_reduce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -115,11 +115,7 @@ class MLAForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., hidden_size]`, of the trunk or the MTP layer, to logits `[..., vocab_size]`."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(hidden, head.weight)
-        if self.parallel is None:
-            return logits
-        gathered = all_gather(logits.flatten(0, -2), self.parallel.size)
-        return gathered.view(*hidden.shape[:-1], self.vocab_size)
+        return gathered(F.linear(hidden, head.weight), self.parallel)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids `[tokens]`, int64, to their embeddings `[tokens, hidden_size]`."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.collectives.collectives import all_gather
 from mla_compile.ranks import Ranks
 
 if dist.is_available():
@@ -83,6 +85,14 @@ def check_parallel(parallel: object) -> None:
     """Raises `MLAError` unless `parallel` is what `Parallel.of_processes` returns."""
     if not isinstance(parallel, Parallel) or parallel.ranks is None:
         raise MLAError("parallel", "what Parallel.of_processes() returns, or None", f"{parallel!r:.80}")
+
+
+def gathered(logits: Tensor, parallel: Parallel | None) -> Tensor:
+    """The logits `[..., columns]` of all processes, joined along columns, so that all choose from the same bits."""
+    if parallel is None:
+        return logits
+    whole = all_gather(logits.flatten(0, -2), parallel.size)
+    return whole.view(*logits.shape[:-1], whole.shape[1])
 
 
 _made: "WeakKeyDictionary[object, Ranks]" = WeakKeyDictionary()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Rope:
     """The rotation of one model.
 
-    inv_freq: radians per position of each pair of dimensions, `qk_rope_head_dim / 2` float32 values.
+    inv_freq: radians per position of each pair of dimensions, float32 values.
     attention_factor: multiplies cos and sin.
     softmax_factor: multiplies the softmax scale: DeepSeek's `mscale ** 2` under YaRN with `mscale_all_dim`, else 1.
     interleave: pairs in a checkpoint's projections are `(0, 1), (2, 3), ...`, instead of `(i, i + size / 2)`.
@@ -51,10 +51,10 @@ class Rope:
                 raise MLAError(f"{prefix}{name}", ROPE_SETTINGS[name].expected, "none")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise MLAError(f"{prefix}partial_rotary_factor", "1.0", parameters["partial_rotary_factor"])
-        # transformers' DeepSeek-V2 has no rope_interleave: it always interleaves.
+        # transformers' DeepSeek-V2 has no rope_interleave: it always interleaves. Layers of Llama do not read it.
         interleave = bool(getattr(config, "rope_interleave", True))
         if rope_type == "default":
-            size = config.qk_rope_head_dim
+            size = getattr(config, "qk_rope_head_dim", None) or config.head_dim
             exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
             inv_freq = 1.0 / (parameters["rope_theta"] ** exponents)
             return cls(tuple(inv_freq.tolist()), 1.0, 1.0, interleave)

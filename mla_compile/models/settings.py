@@ -54,6 +54,10 @@ _ENDS = _or_null(
         lambda value: _END.accepts(value) or _is_list(value, MAX_STOP_IDS, _END.accepts),
     )
 )
+_TEXTS = Rule(
+    f"a list of at most {_MAX_LAYERS} texts",
+    lambda value: _is_list(value, _MAX_LAYERS, lambda each: type(each) is str),
+)
 _LAYER_TYPES = _or_null(
     Rule(
         f"a list of at most {_MAX_LAYERS} of 'dense' and 'sparse'",
@@ -104,8 +108,14 @@ HEAD_SETTINGS: dict[str, Rule] = {
     "draft_vocab_size": _or_null(_integer(1, 2**24)),
     "target_hidden_size": _or_null(_WIDTH),
     "norm_before_residual": _or_null(FLAG),
+    "norm_before_fc": _or_null(FLAG),
     "fc_norm": _or_null(FLAG),
     "norm_output": _or_null(FLAG),
+    "head_dim": _or_null(_HEAD_WIDTH),
+    "mlp_bias": _or_null(FLAG),
+    "use_sliding_window": _or_null(FLAG),
+    "sliding_window": _or_null(_END),
+    "layer_types": _or_null(_TEXTS),
     "eagle_config": _or_null(Rule("an object", lambda value: isinstance(value, dict))),
     "eagle_aux_hidden_state_layer_ids": _or_null(
         Rule(

@@ -215,11 +215,17 @@ class Eagle3Drafter(LayerDrafter):
         target: Any = settings.model
         dtype = settings.model.cache_specs()[0].dtype
         self.head, self.aux_layers = load_head(settings.drafter_model, target, dtype=dtype)
+        self.decode_backend = None  # the engine's serves the target's widths, perhaps not the head's
         self.embed: Callable[[Tensor], Tensor] = self.head.embed_tokens or target.embed
 
     def cache_specs(self) -> list[CacheSpec]:
         """The cache of the head's layer."""
-        return self.head.layer.self_attn.cache_specs("eagle3.self_attn", "drafter", lookahead=1)
+        return self.head.cache_specs()
+
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
+        """Write the cache of the head's layer for the chunks."""
+        batch, hidden = MLABatch(prefill=chunks.segment), self.hidden_of(output)
+        self.head.fill(self.embed(chunks.next_token_ids), hidden, chunks.positions, batch)
 
     def hidden_of(self, output: ForwardOutput) -> Tensor:
         return self.head.join(output.aux)
@@ -264,6 +270,14 @@ def cache_specs(model: Target, drafter: Drafter | None) -> list[CacheSpec]:
     specs = [spec for spec in model.cache_specs() if spec.owner == "target"]
     own: list[CacheSpec] = getattr(drafter, "cache_specs", list)()
     return specs + own
+
+
+def sizes_of(drafter_model: str | Path, model: Target) -> tuple[int, int]:
+    """The bytes of a drafter's own weights, and those of its caches per token; no weight is read."""
+    dtype = model.cache_specs()[0].dtype
+    head, _ = load_head(drafter_model, model, dtype=dtype, on_meta=True)
+    weights = sum(weight.nbytes for weight in head.parameters())
+    return weights, sum(spec.bytes_per_token for spec in head.cache_specs())
 
 
 def known_drafter(drafter: object) -> DrafterKind | None:

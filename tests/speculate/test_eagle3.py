@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,27 @@ import torch
 from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import MLAError, SamplingParams
-from mla_compile.engine import Completion, Engine
+from mla_compile.defaults import DEVICE_DEFAULTS
+from mla_compile.engine import Completion, Engine, EngineConfig
+from mla_compile.engine.memory import plan_memory
 from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.state import FIRST_TOKEN
-from mla_compile.testing import shadow_check
+from mla_compile.testing import check_batch_invariance, shadow_check
 from tests.engine.engines import engine
 from tests.engine.watching import Watch
 from tests.models_for_tests import VOCAB, tiny_model
-from tests.speculate.eagle3_heads import DRAFTED, DefinedHead, config_of, outputs_of, weights_of, write_head
+from tests.speculate.eagle3_heads import (
+    DRAFTED,
+    DefinedHead,
+    SpeculatorsHead,
+    config_of,
+    llama_config,
+    outputs_of,
+    speculators_head,
+    weights_of,
+    write_head,
+)
 from tests.speculate.from_scratch import FromScratch, greedy, sampler
 
 K = 3
@@ -31,16 +46,36 @@ VERSIONS: dict[str, dict[str, Any]] = {
     "3, reduced": {"draft_vocab_size": DRAFTED},
     "3.1": {"fc_norm": True, "norm_output": True, "draft_vocab_size": DRAFTED},
     "residual": {"norm_before_residual": True},
+    "llama": {"draft_vocab_size": DRAFTED},
+    "llama 3.1": {"fc_norm": True, "norm_output": True, "num_key_value_heads": 4},
+    "speculators": {"norm_before_fc": True, "norm_before_residual": True},
+    "speculators 3.1": {"fc_norm": True, "norm_output": True},
 }
 
 
+Heads = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for i, (name, settings) in enumerate(VERSIONS.items()):
-        config = config_of(32, [0, 1, 1], **settings)
-        made[name] = write_head(tmp_path_factory.mktemp("head"), config, weights_of(config, seed=i))
-    return made
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    """From one of `VERSIONS` to a head, which is written once."""
+
+    @cache
+    def head(version: str) -> Path:
+        directory, settings = tmp_path_factory.mktemp("head"), VERSIONS[version]
+        if version.startswith("speculators"):
+            kind = "qwen3" if version.endswith("3.1") else "llama"
+            return speculators_head(directory, kind, 32, [1, 2, 2], **settings)
+        config = (llama_config if version.startswith("llama") else config_of)(32, [0, 1, 1], **settings)
+        return write_head(directory, config, weights_of(config, seed=list(VERSIONS).index(version)))
+
+    return head
+
+
+def definition_of(head: Path, target: MLAForCausalLM) -> DefinedHead:
+    config = json.loads((head / "config.json").read_text())
+    kind = DefinedHead if config["architectures"][0].startswith("Eagle3Deepseek") else SpeculatorsHead
+    return kind(head, outputs_of(target), target.embed_tokens.weight)
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +101,25 @@ def eagle(model: MLAForCausalLM, head: Path, k: int = K, **settings: Any) -> Eng
     return engine(k, model, drafter_model=head, **settings)
 
 
-@pytest.mark.parametrize("few_pages", [False, True])
-@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("params", "few_pages"), [(SamplingParams(), False), (SAMPLED, True)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_drafts_are_those_of_the_definition_and_tokens_plain_ones(
     model: MLAForCausalLM,
     copied: MLAForCausalLM,
-    heads: dict[str, Path],
+    heads: Heads,
     version: str,
     params: SamplingParams,
     few_pages: bool,
 ) -> None:
     """Requests come one after the other: with prompts in chunks beside rows that decode, pages that prompts share, rows
     that move to other states and, where there are few pages, preemption."""
-    defined, watch = DefinedHead(heads[version], outputs_of(copied), copied.embed_tokens.weight), Watch()
+    defined, watch = definition_of(heads(version), copied), Watch()
     pages = 19 if few_pages else None
     of = eagle(
         model,
-        heads[version],
+        heads(version),
         drafter=watch.kind("eagle3"),
         num_pages=pages,
         max_tokens_per_step=4 * (1 + K) + 3,
@@ -107,14 +143,14 @@ def test_drafts_are_those_of_the_definition_and_tokens_plain_ones(
     assert [request.completion.token_ids for request in requests] == tokens(plain(params))
 
 
-@pytest.mark.parametrize("version", ["3, reduced", "3.1"])
+@pytest.mark.parametrize("version", ["3, reduced", "3.1", "llama", "llama 3.1", "speculators 3.1"])
 def test_drafts_are_right_after_every_number_of_accepted_ones(
-    model: MLAForCausalLM, copied: MLAForCausalLM, heads: dict[str, Path], version: str
+    model: MLAForCausalLM, copied: MLAForCausalLM, heads: Heads, version: str
 ) -> None:
-    defined, k = DefinedHead(heads[version], outputs_of(copied), copied.embed_tokens.weight), 3
+    defined, k = definition_of(heads(version), copied), 3
     prompts = PROMPTS[1:]
     continuations = [FromScratch(copied).continuation(prompt, 40) for prompt in prompts]
-    step, state = start(eagle(model, heads[version], k), prompts, 40, [SamplingParams()] * len(prompts), [])
+    step, state = start(eagle(model, heads(version), k), prompts, 40, [SamplingParams()] * len(prompts), [])
     texts = [[*p, t] for p, t in zip(prompts, state.last_token.tolist(), strict=True)]
     orders = list(itertools.permutations(range(k + 1)))
     plan = [orders[row * 5 % len(orders)] * 2 for row in range(len(prompts))]
@@ -133,19 +169,19 @@ def test_drafts_are_right_after_every_number_of_accepted_ones(
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 def test_no_token_depends_on_the_number_of_drafts(
-    model: MLAForCausalLM, heads: dict[str, Path], k: int, params: SamplingParams
+    model: MLAForCausalLM, heads: Heads, k: int, params: SamplingParams
 ) -> None:
-    assert tokens(eagle(model, heads["3.1"], k).generate(PROMPTS, params, max_new_tokens=24)) == tokens(
+    assert tokens(eagle(model, heads("3.1"), k).generate(PROMPTS, params, max_new_tokens=24)) == tokens(
         plain(params)
     )
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
-@pytest.mark.parametrize("version", ["3", "3.1"])
-def test_compiled_steps_give_the_tokens_of_eager_ones(heads: dict[str, Path], version: str) -> None:
+@pytest.mark.parametrize("version", ["3.1", "llama"])
+def test_compiled_steps_give_the_tokens_of_eager_ones(heads: Heads, version: str) -> None:
     torch._dynamo.utils.counters.clear()
-    compiled = eagle(tiny_model(torch.float32), heads[version], 2, compile=True)
+    compiled = eagle(tiny_model(torch.float32), heads(version), 2, compile=True)
     expected = engine(0, tiny_model(torch.float32)).generate(PROMPTS, max_new_tokens=20)
     for rows in (2, 4):
         got = compiled.generate(PROMPTS[:rows], max_new_tokens=20)
@@ -153,12 +189,51 @@ def test_compiled_steps_give_the_tokens_of_eager_ones(heads: dict[str, Path], ve
     assert compile_counters()["graphs"] == 3
 
 
-def test_steps_are_checked_by_their_eager_run(heads: dict[str, Path]) -> None:
-    checked = eagle(tiny_model(), heads["3.1"])
+def test_steps_are_checked_by_their_eager_run(heads: Heads) -> None:
+    checked = eagle(tiny_model(), heads("3.1"))
     with shadow_check(checked):
         assert tokens(checked.generate(PROMPTS, max_new_tokens=12)) == [
             t[:12] for t in tokens(plain(SamplingParams()))
         ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.1", "llama 3.1"])
+def test_batch_invariant_tokens_do_not_depend_on_drafts_nor_on_the_mix(heads: Heads, version: str) -> None:
+    model = tiny_model(torch.float32)
+    report = check_batch_invariance(
+        model, PROMPTS, drafts=(K,), drafter_model=heads(version), max_new_tokens=16, rounds=1
+    )
+    assert report.num_latents > 100 and not report.num_different, report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("version", ["3.1", "llama", "llama 3.1"])
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_captured_steps_draft_what_eager_ones_draft(
+    heads: Heads, version: str, params: SamplingParams
+) -> None:
+    """float64 rounds so little that tokens and accepted drafts are equal."""
+    torch.compiler.reset()
+    outcomes = []
+    for compile_ in (True, False):
+        of = eagle(tiny_model().cuda(), heads(version), compile=compile_, page_size=16, max_model_len=256)
+        completions = of.generate(PROMPTS, params, max_new_tokens=100)
+        outcomes.append((tokens(completions), of.stats.num_drafts, of.stats.num_accepted))
+        if compile_:
+            assert {bucket.outcome for bucket in of.capture_report().buckets} == {"captured"}
+    assert outcomes[0] == outcomes[1]
+    plain = engine(0, tiny_model().cuda(), max_model_len=256).generate(PROMPTS, params, max_new_tokens=100)
+    assert outcomes[0][0] == tokens(plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("version", ["3.1", "llama 3.1"])
+def test_batch_invariant_tokens_on_a_gpu(heads: Heads, version: str) -> None:
+    torch.compiler.reset()
+    model = tiny_model(torch.bfloat16).cuda()
+    report = check_batch_invariance(model, PROMPTS, drafts=(K,), drafter_model=heads(version), rounds=2)
+    assert report.num_latents > 500 and not report.num_different, report
 
 
 @pytest.mark.parametrize(
@@ -197,6 +272,86 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
     assert all(x is y for x, y in zip(before, after, strict=True)), "nothing is allocated"
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: expected a divisor of num_attention_heads = 4, got 3",
+        ),
+        ({"head_dim": 7}, "head_dim: expected an even number, as pairs are rotated, got 7"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        ({"sliding_window": 512}, "sliding_window: expected null, as all keys are attended, got 512"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window: expected null"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type: expected 'default' or 'yarn'",
+        ),
+        (
+            {"norm_before_fc": True, "fc_norm": True},
+            "norm_before_fc, fc_norm: expected one of the two, got both",
+        ),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type: expected 'eagle3', got 'dflash'"),
+        (
+            {"speculators_model_type": "eagle3"},
+            "transformer_layer_config: expected an object with model_type",
+        ),
+        ({"num_attention_heads": 8}, r"2 misshapen: midlayer\.self_attn\.o_proj\.weight"),
+    ],
+    ids=str,
+)
+def test_a_head_of_llama_with_other_settings_is_refused_by_name(
+    model: MLAForCausalLM, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = llama_config(32, [0, 1, 1])
+    with pytest.raises(MLAError, match=message):
+        eagle(model, write_head(tmp_path, {**config, **change}, weights_of(config)))
+
+
+def test_the_embedding_is_no_layer_whose_output_a_head_of_speculators_can_read(
+    model: MLAForCausalLM, tmp_path: Path
+) -> None:
+    head = speculators_head(tmp_path, "llama", 32, [0, 1])
+    with pytest.raises(MLAError, match="eagle_aux_hidden_state_layer_ids: expected inputs of layers >= 1"):
+        eagle(model, head)
+
+
+@pytest.mark.parametrize("version", ["3.1", "llama"])
+def test_the_memory_plan_counts_weights_and_cache_of_a_head(heads: Heads, version: str) -> None:
+    model, settings = tiny_model(torch.bfloat16), {"max_rows": 4, "max_model_len": 64, "page_size": 4}
+    plans = [
+        plan_memory(
+            model, EngineConfig(num_speculative_tokens=K, drafter=kind, drafter_model=path, **settings)
+        )
+        for kind, path in (("ngram", None), ("eagle3", heads(version)))
+    ]
+    of = eagle(model, heads(version))
+    head, specs = of._caches._drafter.head, cache_specs(model, of._caches._drafter)
+    of_head = sum(x.nbytes for x in head.parameters())
+    assert of_head <= plans[1].weights - plans[0].weights < of_head + 1000, "and the places of ids, angles"
+    config = of.config
+    assert config.num_pages == plans[1].config.num_pages
+    assert plans[1].cache == sum(spec.cache.nbytes for spec in specs)
+    width = {"3.1": 20, "llama": 2 * 2 * 6}[version]
+    assert plans[1].cache - plans[0].cache == config.num_pages * config.page_size * width * 2
+
+
+def test_a_default_length_leaves_memory_for_a_head(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and its cache count as those of the target do: memory for exactly 8,192 tokens is not enough."""
+    model, on = tiny_model(), DEVICE_DEFAULTS["cuda"]
+    of_token = 2 * sum(spec.bytes_per_token for spec in model.cache_specs())
+    left = on.kept_bytes + int(8192 * of_token / on.cache_share)
+    monkeypatch.setattr(MLAForCausalLM, "max_position_embeddings", 2**20)
+    without, with_head = (
+        EngineConfig(max_rows=2, num_speculative_tokens=K, drafter=kind, drafter_model=path).fitted_to(
+            model, device_type="cuda", left=left
+        )
+        for kind, path in (("ngram", None), ("eagle3", heads("llama")))
+    )
+    assert (without.max_model_len, with_head.max_model_len) == (8192, 4096)
+
+
 @pytest.mark.parametrize("offsets", [[0] * 29 + [-30], [0] * 29 + [11], [1] + [0] * 29])
 def test_ids_outside_the_vocabulary_or_twice_are_refused(
     model: MLAForCausalLM, tmp_path: Path, offsets: list[int]
@@ -207,18 +362,16 @@ def test_ids_outside_the_vocabulary_or_twice_are_refused(
         eagle(model, write_head(tmp_path, config, weights))
 
 
-def test_settings_that_contradict_each_other_are_refused(
-    model: MLAForCausalLM, heads: dict[str, Path]
-) -> None:
+def test_settings_that_contradict_each_other_are_refused(model: MLAForCausalLM, heads: Heads) -> None:
     with pytest.raises(
         MLAError, match=r"drafter_model: expected the directory of the head, for drafter='eagle3'"
     ):
         engine(3, model, drafter="eagle3")
     with pytest.raises(MLAError, match="drafter_model: expected None, as drafter 'ngram' has no weights"):
-        eagle(model, heads["3"], drafter="ngram")
+        eagle(model, heads("3"), drafter="ngram")
     with pytest.raises(
         MLAError, match=r"config\.json: expected the config of an EAGLE-3 head, got no such directory"
     ):
         eagle(model, Path("nowhere"))
-    assert eagle(model, heads["3"]).config.drafter.name == "eagle3"
-    assert eagle(model, heads["3"], 0).config.drafter_model is None
+    assert eagle(model, heads("3")).config.drafter.name == "eagle3"
+    assert eagle(model, heads("3"), 0).config.drafter_model is None

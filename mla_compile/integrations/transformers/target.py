@@ -52,6 +52,8 @@ class TransformersTarget(nn.Module):
             for module in part.modules()
             if has_our_experts(module)
         ]
+        layers = enumerate(self.model.get_decoder().layers)
+        self._hooks: list[tuple[Any, Any]] = [(layer, partial(self._keep_output, i)) for i, layer in layers]
         self._rope = FixedRope(model)
         self._outputs: dict[int, Any] = {}
         """In a forward, the outputs of the layers that it is asked for, which hooks write within `installed`."""
@@ -179,8 +181,8 @@ class TransformersTarget(nn.Module):
                     vars(layer.attention)["mla_layer"] = layer
                     stack.callback(delattr, layer.attention, "mla_layer")
             self._rope.fix(longest, stack)
-            for i, decoder_layer in enumerate(self.model.get_decoder().layers):
-                stack.enter_context(decoder_layer.register_forward_hook(partial(self._keep_output, i)))
+            for layer, hook in self._hooks:
+                stack.enter_context(layer.register_forward_hook(hook))
             for config in self._configs:
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION
