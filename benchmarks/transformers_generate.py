@@ -157,13 +157,13 @@ def read_bandwidth(num_bytes: int) -> float:
     return num_bytes / min(marks.intervals_ms()) * 1e3
 
 
-def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> float:
+def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0, by_mtp: bool = True) -> float:
     """Bytes that a step of `batch` rows reads: weights, experts as often as random routing hits them, and latents.
 
     drafts: of each row. Each draft reads the head once more, and the layer `mtp` of the package's own model, which is
-    not read without drafts.
+    not read without drafts. by_mtp: False if another drafter drafts, whose bytes are not counted.
     """
-    config, tokens = model.config, batch * (1 + drafts)
+    config, tokens, passes = model.config, batch * (1 + drafts), drafts if by_mtp else 0
     total = 0.0
     for name, parameter in model.named_parameters():
         times = 1.0
@@ -172,11 +172,11 @@ def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> flo
         elif "embed_tokens" in name:
             times = tokens / config.vocab_size
         if name.startswith("mtp."):
-            times *= drafts
+            times *= passes
         elif name.startswith("lm_head."):
-            times *= 1 + drafts
+            times *= 1 + passes
         total += times * parameter.numel() * parameter.element_size()
-    return total + latent_bytes(config, batch * context) * (config.num_hidden_layers + drafts)
+    return total + latent_bytes(config, batch * context) * (config.num_hidden_layers + passes)
 
 
 def share_of_experts(config: Any, tokens: int) -> float:
