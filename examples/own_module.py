@@ -25,7 +25,7 @@ DRAFTS = 2
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary position embedding of `[tokens, ..., ROPE]`."""
-    frequencies = 10000.0 ** -(torch.arange(0, ROPE, 2) / ROPE)
+    frequencies = 10000.0 ** -(torch.arange(0, ROPE, 2, device=x.device) / ROPE)
     angles = (positions[:, None] * frequencies).view(-1, *[1] * (x.dim() - 2), ROPE // 2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)

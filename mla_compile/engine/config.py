@@ -175,7 +175,8 @@ class FittedConfig(EngineConfig):
         for layer in getattr(drafter, "aux_layers", ()):
             if type(layer) is not int or not 0 <= layer < num_layers:
                 expected = f"indices of the {num_layers} layers whose outputs the model's forward can return"
-                raise MLAError("aux_layers", expected, repr(layer))
+                hint = "" if num_layers else "give the model `num_aux_layers`: see docs/own-module.md"
+                raise MLAError("aux_layers", expected, repr(layer), hint)
         return drafter
 
     @property
@@ -231,9 +232,11 @@ def _check_model(model: object) -> None:
         "has_mtp",
         "is_recurrent",
     )
-    if not callable(model) or not all(hasattr(model, name) for name in needed):
+    missing = [name for name in needed if not hasattr(model, name)]
+    if not callable(model) or missing:
+        got = f"{type(model).__name__} without {', '.join(missing) or '__call__'}"
         hint = "pass what `load_model` returns, or a model with all members of `ServedModel`"
-        raise MLAError("model", "a model that an engine can serve", type(model).__name__, hint)
+        raise MLAError("model", "a model that an engine can serve", got, hint)
 
 
 def check_positive(name: str, value: object) -> None:

@@ -84,7 +84,8 @@ class Engine:
             else LeadingLauncher(model, drafter, self.config, ranks)
         )
         self._restart()
-        self._weights = Weights(model if self.config.prefix_caching else None)
+        caches = [spec.cache for spec in self._caches.specs]
+        self._weights = Weights(model if self.config.prefix_caching else None, caches)
 
     def _restart(self) -> None:
         """Drop all requests and all knowledge of the caches' contents, on the other ranks too."""

@@ -25,6 +25,7 @@ from mla_compile.speculate import (
     ServedModel,
     SpeculativeDecoder,
 )
+from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.sampling import top_logprobs
 
 
@@ -72,7 +73,8 @@ class Launcher:
         }
         self.steps = Steps(model, config, decoders, ranks)
         self.has_not_chosen = False
-        self._weights = Weights(model if self.steps.captures else None)
+        caches = [spec.cache for spec in cache_specs(model, drafter)]
+        self._weights = Weights(model if self.steps.captures else None, caches)
         self.rows = Rows(self.steps.state_for, pages_per_grant=config.pages_per_grant, device=model.device)
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
 

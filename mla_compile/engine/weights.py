@@ -1,5 +1,7 @@
 """Detects that a model's weights have changed, since cached latents belong to the old weights."""
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from mla_compile.torch_internals import memory_of
@@ -13,8 +15,10 @@ class Weights:
     through `.data`, by fused optimizers, or to inference tensors.
     """
 
-    def __init__(self, model: object) -> None:
+    def __init__(self, model: object, caches: Iterable[Tensor] = ()) -> None:
+        """caches: they are no weights, although a model may have them as saved buffers."""
         self._model = model if isinstance(model, nn.Module) else None
+        self._caches = list(caches)
         self._seen: list[tuple[object, ...]] = []
         self.have_changed()
 
@@ -36,4 +40,5 @@ class Weights:
             if module._buffers:
                 unsaved = module._non_persistent_buffers_set
                 found += [x for name, x in module._buffers.items() if name not in unsaved]
-        return [x for x in found if x is not None]
+        caches = set(map(id, self._caches))
+        return [x for x in found if x is not None and id(x) not in caches]

@@ -125,18 +125,24 @@ class HeadConfig:
         Raises:
             MLAError: the head does not fit the target.
         """
+        for name in ("hidden_size", "vocab_size", "num_aux_layers"):
+            if not getattr(model, name, None):
+                raise _lacks(model, name)
         for name in ("hidden_size", "vocab_size"):
-            mine, its = getattr(self, name), getattr(model, name, None)
-            if its is None:
-                raise MLAError("model", f"a model with `{name}` and `embed`", type(model).__name__)
+            mine, its = getattr(self, name), getattr(model, name)
             if mine != its:
                 raise MLAError(f"{self.file}: {name}", f"that of the target, {its}", mine)
-        count = getattr(model, "num_aux_layers", 0)
+        count = model.num_aux_layers
         layers = self.aux_layers or (1, count // 2 - 1, count - 4)
         if not all(0 <= layer < count for layer in layers):
             name = f"{self.file}: eagle_aux_hidden_state_layer_ids"
             raise MLAError(name, f"layers of the target, which has {count}", f"the outputs of {list(layers)}")
         return layers
+
+
+def _lacks(model: object, name: str) -> MLAError:
+    hint = "docs/own-module.md lists the members of a model that drafters need"
+    return MLAError("model", f"a model with `{name}`, for an EAGLE-3 head", type(model).__name__, hint)
 
 
 _Layer = tuple[str, dict[str, Any], str]
@@ -330,7 +336,8 @@ def load_head(
     """The head in a directory for a target, and the target's layers whose outputs it reads.
 
     path: the head's directory, or ORG/NAME of one in the local Hugging Face cache.
-    model: the target, with `hidden_size`, `vocab_size`, `num_aux_layers` and `device`.
+    model: the target, with `hidden_size`, `vocab_size`, `num_aux_layers`, `device` and, for a head without embeddings,
+        `embed`.
     on_meta: leave the head on the meta device and read no weight, as if the target were there.
 
     Raises:
@@ -342,6 +349,8 @@ def load_head(
     layers = config.layers_of(model)
     files = SafetensorFiles(directory)
     has_embedding, maps_ids = "embed_tokens.weight" in files.entries, "d2t" in files.entries
+    if not has_embedding and not hasattr(model, "embed"):
+        raise _lacks(model, "embed")
     if not maps_ids and config.draft_vocab_size != config.vocab_size:
         raise MLAError(str(directory), "a tensor d2t, as its vocabulary is reduced", "none")
     parallel: Parallel | None = getattr(model, "parallel", None)

@@ -129,10 +129,20 @@ class SpeculativeDecoder(nn.Module):
                 tokens = torch.cat([tokens, chunks.token_ids])
                 positions = torch.cat([positions, chunks.positions])
                 batch = replace(batch, prefill=chunks.segment)
-            output = self.model(tokens, positions, batch, self.aux_layers)
+            output = self._checked(self.model(tokens, positions, batch, self.aux_layers))
             if chunks is not None:
                 output = self._begin_rows(state, chunks, output, positions)
             return self.model.logits(output.hidden).view(rows, self.k + 1, -1), output
+
+    def _checked(self, output: object) -> ForwardOutput:
+        """What the forward of a model returned, perhaps a user's own; `MLAError` if it is not as `Target` says."""
+        if not isinstance(output, ForwardOutput):
+            got = type(output).__name__
+            raise MLAError("model", "a forward that returns a ForwardOutput", got, "see docs/own-module.md")
+        if len(output.aux) != len(self.aux_layers):
+            expected = f"the outputs of layers {self.aux_layers} in `aux` of what the forward returns"
+            raise MLAError("model", expected, f"{len(output.aux)} tensors")
+        return output
 
     def _begin_rows(
         self, state: DecodeState, chunks: PromptChunks, output: ForwardOutput, positions: Tensor

@@ -216,6 +216,22 @@ def test_caches_and_what_no_module_has_are_no_weights() -> None:
     assert not Weights(object()).have_changed()
 
 
+def test_caches_that_a_module_saves_are_no_weights() -> None:
+    model = one_layer_model()
+    Engine(model, compile=False, max_model_len=32)
+    for spec in model.cache_specs():
+        spec.layer.register_buffer("kv_cache", spec.cache)
+    weights, all_saved = Weights(model, caches_of(model)), Weights(model)
+    for each in (weights, copy.deepcopy(weights)):
+        for cache in caches_of(each._model):
+            cache.add_(1)
+        each.have_changed()  # a copy's first look is a change
+        for cache in caches_of(each._model):
+            cache.add_(1)
+        assert not each.have_changed()
+    assert all_saved.have_changed()
+
+
 @torch.no_grad()
 def test_a_copy_looks_at_its_own_weights() -> None:
     weights = Weights(one_layer_model())

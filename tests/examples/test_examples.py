@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_own_module_equals_eager_on_every_kind_of_batch(
     example.main(num_layers=1)  # compares each batch with eager itself
     *lines, last = lines_of(capsys)
     assert len(lines) == 10 and last == "10 batches, 3 graphs"
+
+
+@pytest.mark.long
+@runs("own_module_drafter")
+def test_a_users_own_module_gives_drafters_the_outputs_of_its_layers(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(compile=False)  # compares the tokens itself
+    found = [re.search(r"(\d+) steps, +(\d+) of them mixed", line) for line in lines_of(capsys)]
+    (plain, fitted, drawn), mixed = zip(*((int(each[1]), int(each[2])) for each in found), strict=True)
+    assert fitted < 0.8 * plain and fitted < drawn and all(mixed)
 
 
 @pytest.mark.long
