@@ -14,14 +14,23 @@ from tests.engine.engines import SIZES
 from tests.engine.watching import Watch
 from tests.integrations import stock
 from tests.integrations.families import VOCAB_SIZE, prompts, stock_model
-from tests.speculate.eagle3_heads import DefinedHead, config_of, weights_of, write_head
+from tests.speculate.eagle3_heads import (
+    DefinedHead,
+    SpeculatorsHead,
+    config_of,
+    llama_config,
+    weights_of,
+    write_head,
+)
 
 LAYERS = {"deepseek_v3": [0, 1], "longcat_flash": [0], "minicpm3": [1, 0]}
+WITH_LLAMA = "minicpm3"
+"""The family whose head has Llama's layer."""
 
 
 def random_head(family: str, directory: Path) -> Path:
     settings = {"fc_norm": True, "norm_output": True, "draft_vocab_size": 100, "vocab_size": VOCAB_SIZE}
-    config = config_of(64, LAYERS[family], **settings)
+    config = (llama_config if family == WITH_LLAMA else config_of)(64, LAYERS[family], **settings)
     return write_head(directory, config, weights_of(config))
 
 
@@ -35,7 +44,8 @@ def test_drafts_are_those_of_the_definition(family: str, tmp_path: Path) -> None
         out = model.get_decoder()(ids, use_cache=False, output_hidden_states=True).hidden_states
         return [each[0].double() for each in out[1:]]
 
-    defined = DefinedHead(head, outputs, model.get_input_embeddings().weight.double())
+    kind = SpeculatorsHead if family == WITH_LLAMA else DefinedHead
+    defined = kind(head, outputs, model.get_input_embeddings().weight.double())
     target, watch, num_checked = TransformersTarget(model, None), Watch(), 0
     with target.installed(64):
         of = Engine(

@@ -20,7 +20,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.ranks import PATIENCE
 from mla_compile.testing import check_batch_invariance
 from tests.parallel.worker import join, loaded
-from tests.speculate.eagle3_heads import config_of, weights_of, write_head
+from tests.speculate.eagle3_heads import config_of, llama_config, weights_of, write_head
 
 
 def several(model: MLAForCausalLM) -> None:
@@ -64,17 +64,29 @@ def invariance(model: MLAForCausalLM) -> None:
 
 
 def eagle3(model: MLAForCausalLM) -> None:
-    """Each process loads the whole head."""
-    arch = model.arch
-    config = config_of(arch.hidden_size, [0, 1], vocab_size=arch.vocab_size)
+    """Each process loads the head, of `lm_head` its own rows; then all draft the same ids."""
+    hidden, vocab = model.arch.hidden_size, model.arch.vocab_size
     prompts = [[1, 2, 3], [5, 6, 7, 8, 9]]
     plain = Engine(model, num_speculative_tokens=0, compile=False).generate(prompts, max_new_tokens=12)
-    with tempfile.TemporaryDirectory() as folder:
-        weights = {name: weight.to(model.norm.weight.dtype) for name, weight in weights_of(config).items()}
-        engine = Engine(model, drafter_model=write_head(Path(folder), config, weights), compile=False)
-        drafted = engine.generate(prompts, max_new_tokens=12)
-    assert engine.config.drafter.name == "eagle3" and engine.stats.num_drafts > 0
-    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    for config in (
+        config_of(hidden, [0, 1], vocab_size=vocab),
+        llama_config(hidden, [0, 1], vocab_size=vocab, draft_vocab_size=vocab // 2),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            weights = {
+                name: weight.to(model.norm.weight.dtype) if weight.is_floating_point() else weight
+                for name, weight in weights_of(config).items()
+            }
+            engine = Engine(model, drafter_model=write_head(Path(folder), config, weights), compile=False)
+            drafted = engine.generate(prompts, max_new_tokens=12)
+            head = engine._caches._drafter.head
+            rows = weights["lm_head.weight"].chunk(2)[model.parallel.rank]
+        assert engine.config.drafter.name == "eagle3" and engine.stats.num_drafts > 0
+        assert torch.equal(head.lm_head.weight, rows) and head.parallel is model.parallel
+        assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    odd = llama_config(hidden, [0, 1], vocab_size=vocab, draft_vocab_size=vocab // 2 + 1)
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(MLAError, match="multiple of the number of"):
+        Engine(model, drafter_model=write_head(Path(folder), odd, weights_of(odd)), compile=False)
     engine.close()
 
 
