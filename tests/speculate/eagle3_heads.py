@@ -220,13 +220,21 @@ class DefinedHead:
         for j in range(count):
             out = self._layer(self._embedded(inputs), hidden)
             normed = self._norm("norm", out)
-            logits = torch.full((len(self.embedding),), -torch.inf, dtype=torch.float64)
-            drafted = F.linear(normed[-1], self.weights["lm_head.weight"])
-            logits[torch.arange(len(drafted)) + self.weights.get("d2t", 0)] = drafted
-            found.append(choose(logits, len(text) + j))
+            found.append(choose(self._logits(normed)[-1], len(text) + j))
             hidden = torch.cat([hidden, (normed if self.config.get("norm_output") else out)[-1:]])
             inputs = [*inputs, found[-1]]
         return found
+
+    def logits(self, inputs: list[int], aux: Sequence[Tensor]) -> Tensor:
+        """Of the first draft after each of `inputs`, beside the outputs `aux` of the layers that the head reads."""
+        out = self._layer(self._embedded(inputs), self._join(aux))
+        return self._logits(self._norm("norm", out))
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits = torch.full((len(normed), len(self.embedding)), -torch.inf, dtype=torch.float64)
+        drafted = F.linear(normed, self.weights["lm_head.weight"])
+        logits[:, torch.arange(drafted.shape[1]) + self.weights.get("d2t", 0)] = drafted
+        return logits
 
     def _joined(self, text: list[int]) -> Tensor:
         outputs = self.outputs(text)
@@ -234,7 +242,9 @@ class DefinedHead:
             layers = [i - 1 for i in self.config["eagle_aux_hidden_state_layer_ids"]]
         else:
             layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        aux = [outputs[i] for i in layers]
+        return self._join([outputs[i] for i in layers])
+
+    def _join(self, aux: Sequence[Tensor]) -> Tensor:
         if self.config.get("fc_norm"):
             aux = [self._norm(f"fc_norm.{i}", each) for i, each in enumerate(aux)]
         joined = torch.cat(aux, dim=-1)

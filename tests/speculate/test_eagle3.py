@@ -13,11 +13,13 @@ import torch
 
 from benchmarks.counters import compile_counters
 from benchmarks.start import start
-from mla_compile import MLAError, SamplingParams
+from mla_compile import MLABatch, MLAError, SamplingParams, decode_segment
+from mla_compile.caches import allocate
 from mla_compile.defaults import DEVICE_DEFAULTS
 from mla_compile.engine import Completion, Engine, EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.models import MLAForCausalLM
+from mla_compile.models.eagle3 import load_head
 from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.testing import check_batch_invariance, shadow_check
@@ -164,6 +166,24 @@ def test_drafts_are_right_after_every_number_of_accepted_ones(
             text += report[FIRST_TOKEN : FIRST_TOKEN + report[0]]
         for text, drafts, count in zip(texts, state.drafts.tolist(), counts, strict=True):
             assert drafts == defined.drafts(text, k), f"after accepting {count}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_in_float32_are_those_of_the_definition(
+    copied: MLAForCausalLM, heads: Heads, version: str
+) -> None:
+    target, count = tiny_model(torch.float32), 11
+    head, layers = load_head(heads(version), target, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randint(VOCAB, (count,), generator=generator)
+    aux = [torch.randn(count, 32, generator=generator) for _ in layers]
+    allocate(head.cache_specs(), 4, 4)
+    table, cached = torch.tensor([[3, 1, 2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    segment, positions = decode_segment(cached, table, q_len=count, page_size=4)
+    embedded = (head.embed_tokens or target.embed)(inputs)
+    logits = head.logits(head(embedded, head.join(aux), positions, MLABatch(decode=segment)))
+    expected = definition_of(heads(version), copied).logits(inputs.tolist(), [each.double() for each in aux])
+    torch.testing.assert_close(logits.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
