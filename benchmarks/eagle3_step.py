@@ -29,7 +29,8 @@ from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, floor_bytes, read_bandwidth
 from mla_compile import Engine
 from mla_compile.models import MLAForCausalLM
-from mla_compile.models.eagle3 import Eagle3Head, HeadConfig
+from mla_compile.models.eagle3 import Eagle3Head
+from mla_compile.models.eagle3_config import HeadConfig
 from mla_compile.speculate.drafter import sizes_of
 
 DRAFTS, ACCEPTANCE = 3, 2.4
