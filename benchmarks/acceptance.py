@@ -16,14 +16,21 @@ import torch
 
 from benchmarks.reporting import add_row
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
-from mla_compile.defaults import SHIPPED_MODEL, DrafterName
+from mla_compile.defaults import SHIPPED_HEAD, SHIPPED_MODEL, DrafterName
 
 PROMPTS = Path(__file__).with_name("held_out_prompts.json")
 TOKENS = 128
 DRAFTS: list[tuple[DrafterName, int]] = [
     *(("mtp", k) for k in (0, 1, 2, 3)),
     *(("ngram", k) for k in (1, 2, 3)),
+    *(("eagle3", k) for k in (1, 2, 3)),
 ]
+FIGURES: dict[DrafterName, str] = {
+    "mtp": "acceptance_length",
+    "ngram": "acceptance_length_ngram",
+    "eagle3": "acceptance_length_eagle3",
+}
+"""The names in the result."""
 SAMPLING = {"greedy": SamplingParams(), "temperature 0.7": SamplingParams(temperature=0.7, seed=1)}
 
 
@@ -39,11 +46,17 @@ def distinct_runs(completions: list[Completion], length: int = 4) -> float:
 
 def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> dict[str, Any]:
     model = load_model(SHIPPED_MODEL, dtype=torch.float32, device=device)
-    row: dict[str, Any] = {"acceptance_length": {}, "acceptance_length_ngram": {}}
+    row: dict[str, Any] = {name: {} for name in FIGURES.values()}
     plain: list[list[int]] = []
     for drafter, k in DRAFTS:
         engine = Engine(
-            model, num_speculative_tokens=k, drafter=drafter, max_rows=16, max_model_len=512, compile=False
+            model,
+            num_speculative_tokens=k,
+            drafter=drafter,
+            drafter_model=SHIPPED_HEAD if drafter == "eagle3" else None,
+            max_rows=16,
+            max_model_len=512,
+            compile=False,
         )
         completions = engine.generate(prompts, max_new_tokens=TOKENS, sampling=sampling, stop_ids=())
         tokens = [completion.token_ids for completion in completions]
@@ -52,8 +65,7 @@ def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> 
             row["distinct_4_token_runs"] = round(distinct_runs(completions), 3)
         else:
             lengths = [completion.acceptance_length or 1.0 for completion in completions]
-            name = "acceptance_length_ngram" if drafter == "ngram" else "acceptance_length"
-            row[name][k] = round(statistics.mean(lengths), 3)
+            row[FIGURES[drafter]][k] = round(statistics.mean(lengths), 3)
         row["same_tokens"] = row.get("same_tokens", True) and tokens == plain
     return row
 

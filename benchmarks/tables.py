@@ -199,17 +199,18 @@ def compile_time() -> str:
 def acceptance() -> str:
     """Tokens a step on held-out text."""
     report = result("acceptance")
-    columns = [(kind, k) for kind in ("acceptance_length", "acceptance_length_ngram") for k in "123"]
+    names = {"MTP": "", "EAGLE-3": "_eagle3", "n-gram": "_ngram"}
+    columns = [(name, k) for name in names for k in "123"]
     return sentences(
         f"{report['prompts_per_text']} prompts a text, {report['tokens_per_prompt']} tokens each, {report['dtype']} "
         f"on the CPU, torch {report['torch']}."
     ) + table(
-        ["text", "sampling", *(f"MTP, {k}" for k in "123"), *(f"n-gram, {k}" for k in "123"), "same tokens"],
+        ["text", "sampling", *(f"{name}, {k}" for name, k in columns), "same tokens"],
         (
             (
                 TEXTS[row["text"]],
                 row["sampling"],
-                *(fixed(row[kind][k], 2) for kind, k in columns),
+                *(fixed(row["acceptance_length" + names[name]][k], 2) for name, k in columns),
                 _yes(row["same_tokens"]),
             )
             for row in report["rows"]
