@@ -244,8 +244,9 @@ class EngineFields:
         """Check each value against its field's type and bounds."""
         for each in fields(EngineFields):
             value, least, most = getattr(self, each.name), each.metadata["least"], each.metadata["most"]
-            if each.type is bool and type(value) is not bool:
-                raise MLAError(each.name, "True or False", repr(value))
+            if each.type in (bool, bool | None) and type(value) not in (bool, *get_args(each.type)):
+                expected = "True or False" if each.type is bool else "True, False or None"
+                raise MLAError(each.name, expected, f"{value!r:.80}")
             if least is None or (value is None and NoneType in get_args(each.type)):
                 continue
             if type(value) is not int or not least <= value <= most:

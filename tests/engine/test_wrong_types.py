@@ -83,6 +83,8 @@ def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
     for parameter in [*right, *others.split()]:
         for wrong in WRONG:
             given = {**right, parameter: wrong}
+            if parameter == "compile" and (wrong is True or wrong is None):
+                continue  # right, and seconds of compiling
             if name == "Engine" and parameter != "model":
                 given["model"] = one_layer_model()
             try:
@@ -94,6 +96,12 @@ def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
             finish(mine)
     assert mine.generate([[5, 6]], max_new_tokens=3) == [expected]
     assert mine.stats.pages_in_use == 0
+
+
+@pytest.mark.parametrize("wrong", ["no", 0, 1, [], torch.tensor(True)], ids=str)
+def test_compile_is_a_flag_or_none(wrong: object) -> None:
+    with pytest.raises(MLAError, match="compile: expected True, False or None, got "):
+        engine(compile=wrong)
 
 
 @pytest.mark.parametrize("wrong", ["x", None, 3])
