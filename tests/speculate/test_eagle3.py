@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.counters import compile_counters
 from benchmarks.start import start
-from mla_compile import MLABatch, MLAError, SamplingParams, decode_segment
+from mla_compile import Grammar, MLABatch, MLAError, SamplingParams, decode_segment
 from mla_compile.caches import allocate
 from mla_compile.defaults import DEVICE_DEFAULTS
 from mla_compile.engine import Completion, Engine, EngineConfig
@@ -23,7 +23,8 @@ from mla_compile.models.eagle3 import load_head
 from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.testing import check_batch_invariance, shadow_check
-from tests.engine.engines import engine
+from tests.engine.engines import engine, finish
+from tests.engine.test_grammar import EOS, REGEX, SCHEMA, SMALL, WITH_LOGPROBS
 from tests.engine.watching import Watch
 from tests.models_for_tests import VOCAB, tiny_model
 from tests.speculate.eagle3_heads import (
@@ -166,6 +167,38 @@ def test_drafts_are_right_after_every_number_of_accepted_ones(
             text += report[FIRST_TOKEN : FIRST_TOKEN + report[0]]
         for text, drafts, count in zip(texts, state.drafts.tolist(), counts, strict=True):
             assert drafts == defined.drafts(text, k), f"after accepting {count}"
+
+
+@pytest.mark.parametrize("version", ["3.1", "llama"])
+def test_requests_of_every_kind_have_their_tokens_of_plain_decoding(
+    model: MLAForCausalLM, heads: Heads, version: str
+) -> None:
+    """Grammars, penalties, biases, log-probabilities and requests with fewer drafts, beside each other."""
+    kinds = [*WITH_LOGPROBS, SamplingParams(), SAMPLED]
+    grammars = [None, Grammar.from_regex(REGEX, SMALL), None, Grammar.from_json_schema(SCHEMA, SMALL), None]
+
+    def completions(of: Engine) -> list[Completion]:
+        requests = [
+            of.add(
+                prompt,
+                params,
+                max_new_tokens=24,
+                stop_ids=[EOS],
+                grammar=grammar,
+                **({"max_drafts": 1} if i == 2 else {}),
+            )
+            for i, (prompt, params, grammar) in enumerate(zip(PROMPTS, kinds, grammars, strict=True))
+        ]
+        finish(of)
+        return [request.completion for request in requests]
+
+    mine, expected = completions(eagle(model, heads(version))), completions(engine(0, tiny_model()))
+    assert tokens(mine) == tokens(expected)
+    assert all(completion.error is None for completion in mine)
+    for got, want in zip(mine, expected, strict=True):
+        assert (got.logprobs is None) == (want.logprobs is None)
+        if got.logprobs is not None and want.logprobs is not None:
+            assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-6)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
