@@ -31,7 +31,7 @@ from mla_compile import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.eagle3 import Eagle3Head
 from mla_compile.models.eagle3_config import HeadConfig
-from mla_compile.speculate.drafter import sizes_of
+from mla_compile.speculate.drafter import known_drafter
 
 DRAFTS, ACCEPTANCE = 3, 2.4
 HEADS = ("llama", "mla")
@@ -52,6 +52,9 @@ def head_config(kind: str, model: MLAForCausalLM) -> dict[str, Any]:
         "draft_vocab_size": min(32_000, arch.vocab_size),
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2]
+        },  # which a model of few layers has too
     }
     if kind == "llama":
         heads = {"num_attention_heads": arch.hidden_size // 128, "head_dim": 128}
@@ -110,7 +113,9 @@ def floor(model: MLAForCausalLM, drafter: str, head: Path | None, batch: int) ->
     """Bytes that a step must read."""
     drafts = 0 if drafter == "none" else DRAFTS
     target = floor_bytes(model, batch, CONTEXT, drafts=drafts, by_mtp=head is None)
-    weights, of_token = (0, 0) if head is None else sizes_of(head, model)
+    kind = known_drafter("eagle3")
+    assert kind is not None and kind.sizes is not None
+    weights, of_token = (0, 0) if head is None else kind.sizes(head, model)
     return target + drafts * (weights + batch * CONTEXT * of_token)
 
 

@@ -269,9 +269,9 @@ def plan(
 ) -> None:
     """Print the memory that a model needs on each GPU.
 
-    Reads only config.json. Prints the bytes of weights, cache, steps and graphs, the requests that fit, and, if it does
-    not fit, changes that would. The flags and their defaults are those of serve. Without --gpus and --gpu-memory it
-    plans for this machine: for its GPU, else for its CPU.
+    Reads only config.json, and the headers of a head. Prints the bytes of weights, cache, steps and graphs, the
+    requests that fit, and, if it does not fit, changes that would. The flags and their defaults are those of
+    serve. Without --gpus and --gpu-memory it plans for this machine: for its GPU, else for its CPU.
 
     Exit code 1 if it does not fit.
     """

@@ -138,7 +138,11 @@ def _head(request: PlanRequest) -> Iterator[str]:
         return sum(p.numel() for name, p in named if not name.endswith(SCALE_SUFFIX))
 
     word, unit = ("billion", 10**9) if count(model) >= 10**8 else ("million", 10**6)
-    mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them in the MTP layer"
+    head = request.settings.get("drafter_model")
+    if model.mtp is not None:
+        mtp = f"{count(model.mtp) / unit:.1f} of them in the MTP layer"
+    else:
+        mtp = "no MTP layer" if head is None else f"without an MTP layer, as the head in {head} drafts"
     yield f"{model_name(request.model)}: {count(model) / unit:.1f} {word} parameters, {mtp}"
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     if request.device == "cpu":

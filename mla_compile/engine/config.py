@@ -20,7 +20,7 @@ from mla_compile.ops.attention.decode_backends import check_name, select_backend
 from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
-from mla_compile.speculate.drafter import check_drafter, select_drafter, sizes_of
+from mla_compile.speculate.drafter import check_drafter, select_drafter
 from mla_compile.suggest import suggestions
 
 
@@ -63,7 +63,13 @@ class EngineConfig(EngineFields):
         _check_model(model)
         on = defaults_on(device_type or model.device.type)
         page_size, k, given = self.page_size or on.page_size, self._drafts(model), self
-        longest = self._longest(model, on, page_size=page_size, is_drafting=k > 0, left=left)
+        # Without drafts the model need not support any drafter.
+        kind = select_drafter(
+            self.drafter if k > 0 else None,
+            has_mtp=model.has_mtp,
+            has_model=k > 0 and self.drafter_model is not None,
+        )
+        longest = self._longest(model, on, page_size=page_size, kind=kind if k > 0 else None, left=left)
         pages_per_row = -(-longest // page_size)
         if model.is_recurrent:
             given = self._fitted_to_recurrent(k, longest)
@@ -83,17 +89,11 @@ class EngineConfig(EngineFields):
             expected = f"at least max_rows * (1 + num_speculative_tokens) = {of_decode_rows}"
             raise MLAError("max_tokens_per_step", expected, tokens)
         settings = {field.name: getattr(given, field.name) for field in fields(EngineConfig)}
-        drafter_model = self.drafter_model if k > 0 else None
         return FittedConfig(
             **settings
             | {
-                # Without drafts the model need not support any drafter.
-                "drafter": select_drafter(
-                    self.drafter if k > 0 else None,
-                    has_mtp=model.has_mtp,
-                    has_model=drafter_model is not None,
-                ),
-                "drafter_model": drafter_model,
+                "drafter": kind,
+                "drafter_model": self.drafter_model if k > 0 else None,
                 "num_speculative_tokens": k,
                 "page_size": page_size,
                 "max_model_len": longest,
@@ -111,20 +111,26 @@ class EngineConfig(EngineFields):
         return DEFAULT_DRAFTS if drafts else 0
 
     def _longest(
-        self, model: ServedModel, on: DeviceDefaults, *, page_size: int, is_drafting: bool, left: int | None
+        self,
+        model: ServedModel,
+        on: DeviceDefaults,
+        *,
+        page_size: int,
+        kind: DrafterKind | None,
+        left: int | None,
     ) -> int:
-        """`max_model_len`, for a model with drafts or without."""
+        """`max_model_len`; `kind` drafts."""
         positions = getattr(model, "max_position_embeddings", None)
         check_max_model_len(self.max_model_len, positions)
         if self.max_model_len is not None:
             return self.max_model_len
         affordable = 0
         if positions is not None and positions > LEAST_MAX_MODEL_LEN:
-            specs = [spec for spec in model.cache_specs() if is_drafting or spec.owner == "target"]
+            specs = [spec for spec in model.cache_specs() if kind is not None or spec.owner == "target"]
             of_token = sum(spec.bytes_per_token for spec in specs)
             left = bytes_left(model) if left is None else left
-            if is_drafting and self.drafter_model is not None:
-                weights, of_its_token = sizes_of(self.drafter_model, model)
+            if kind is not None and kind.sizes is not None and self.drafter_model is not None:
+                weights, of_its_token = kind.sizes(self.drafter_model, model)
                 left, of_token = left - weights, of_token + of_its_token
             affordable = on.cache_bytes(left) // max(1, self.max_rows * of_token)
         if self.num_pages is not None:
@@ -172,6 +178,8 @@ class FittedConfig(EngineConfig):
         settings = DrafterSettings(model, k, self.page_size, self.decode_backend, self.drafter_model)
         drafter = self.drafter.build(settings)
         num_layers = getattr(model, "num_aux_layers", 0)
+        if type(num_layers) is not int:
+            raise MLAError("model", "a whole number as its `num_aux_layers`", f"{num_layers!r:.80}")
         for layer in getattr(drafter, "aux_layers", ()):
             if type(layer) is not int or not 0 <= layer < num_layers:
                 expected = f"indices of the {num_layers} layers whose outputs the model's forward can return"

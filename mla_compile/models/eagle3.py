@@ -114,6 +114,9 @@ class Eagle3Head(nn.Module):
         """The outputs of the target's layers, each `[tokens, hidden_size]`, to hidden states."""
         if self.fc_norm is not None:
             aux = [norm(each) for norm, each in zip(self.fc_norm, aux, strict=True)]
+        size = self.fc.out_features
+        if wrong := [tuple(each.shape) for each in aux if each.shape[-1] != size]:
+            raise MLAError("model", f"outputs of layers that are {size} wide, as its `hidden_size`", wrong[0])
         joined = torch.cat(list(aux), dim=-1)
         hidden: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return hidden
@@ -149,7 +152,7 @@ def load_head(
         MLAError: a missing or unreadable file, a head of another kind or for another target, missing, extra or
             misshapen tensors, ids outside the vocabulary; before any memory is allocated.
     """
-    directory = find_checkpoint(path, "drafter_model")
+    directory = _directory(path)
     config = HeadConfig.read(directory)
     layers = config.layers_of(model)
     files = SafetensorFiles(directory)
@@ -191,6 +194,19 @@ def load_head(
     if place is not None:
         head.place = place.to(model.device)
     return head.eval(), layers
+
+
+def check_head(path: str | Path) -> None:
+    """Raises `MLAError` if there is no head, by its config; no other file is opened."""
+    HeadConfig.read(_directory(path))
+
+
+def _directory(path: str | Path) -> Path:
+    directory = find_checkpoint(path, "drafter_model")
+    if not directory.is_dir():
+        got = f"{directory}, a file" if directory.exists() else f"{directory}, which does not exist"
+        raise MLAError("drafter_model", "a directory with an EAGLE-3 head", got)
+    return directory
 
 
 def _place(files: SafetensorFiles, directory: Path, config: HeadConfig) -> Tensor:

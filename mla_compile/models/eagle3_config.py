@@ -24,7 +24,7 @@ _MLA_SHAPES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_
 """The settings that a config must have, those of heads with MLA last."""
 _OPTIONAL = ("rms_norm_eps", "max_position_embeddings", "attention_bias", "hidden_act")
 _ONLY_VALUE = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
-"""Settings of Llama's layers that change the computation, and the value that is supported."""
+"""Settings of layers that change the computation, and the value that is supported."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class HeadConfig:
     file: its path, for errors.
     attention: the shapes of its attention; an `Architecture` for MLA.
     draft_vocab_size: ids that the head can draft.
-    aux_layers: the target layers whose outputs it reads; None for the layers that such heads are trained with.
+    aux_layers: the target layers whose outputs it reads; None for 1, N/2 - 1 and N - 4 of N.
+    counts_inputs: whether its setting counts the inputs of layers, one more.
     norm_before_residual: whether the residual connection begins after `hidden_norm`.
     norm_before_fc: whether the joined outputs have a norm before `fc`; fc_norm: whether each of them has its own.
     norm_output: whether a chained draft reads the layer's output after the final norm. EAGLE-3.1 has it and `fc_norm`.
@@ -49,6 +50,7 @@ class HeadConfig:
     attention: Architecture | GroupedQueries
     draft_vocab_size: int
     aux_layers: tuple[int, ...] | None
+    counts_inputs: bool
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -70,11 +72,18 @@ class HeadConfig:
         check_settings(layer, {name: SETTINGS[name] for name in allowed}, of_layer)
         for settings, where in ((raw, prefix), (layer, of_layer)):
             check_settings(settings, HEAD_SETTINGS, where)
-        known = {name: layer[name] for name in allowed if name in layer} | rope_settings(layer, of_layer)
+        _check_layer(layer, of_layer)
+        known = {name: layer[name] for name in allowed if layer.get(name) is not None}
+        known |= {"rms_norm_eps": float(layer.get("rms_norm_eps", 1e-6))} | rope_settings(layer, of_layer)
         rope, attention = (_mla if kind == MLA else _grouped_query)(kind, known, layer, file, of_layer)
         hidden, of_target = layer["hidden_size"], raw.get("target_hidden_size")
         if of_target not in (None, hidden):
             raise MLAError(f"{prefix}target_hidden_size", f"hidden_size = {hidden}", of_target)
+        drafted = raw.get("draft_vocab_size") or layer["vocab_size"]
+        if drafted > layer["vocab_size"]:
+            raise MLAError(
+                f"{prefix}draft_vocab_size", f"at most vocab_size = {layer['vocab_size']}", drafted
+            )
         if raw.get("norm_before_fc") and raw.get("fc_norm"):
             raise MLAError(f"{prefix}norm_before_fc, fc_norm", "one of the two", "both")
         return cls(
@@ -82,11 +91,12 @@ class HeadConfig:
             vocab_size=layer["vocab_size"],
             hidden_size=hidden,
             intermediate_size=layer["intermediate_size"],
-            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=known["rms_norm_eps"],
             rope=rope,
             attention=attention,
-            draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
+            draft_vocab_size=drafted,
             aux_layers=_aux_layers(raw, prefix, is_speculators),
+            counts_inputs=is_speculators,
             norm_before_residual=bool(raw.get("norm_before_residual")),
             norm_before_fc=bool(raw.get("norm_before_fc")),
             fc_norm=bool(raw.get("fc_norm")),
@@ -109,12 +119,17 @@ class HeadConfig:
         count = model.num_aux_layers
         layers = self.aux_layers or (1, count // 2 - 1, count - 4)
         if not all(0 <= layer < count for layer in layers):
-            name = f"{self.file}: eagle_aux_hidden_state_layer_ids"
-            raise MLAError(name, f"layers of the target, which has {count}", f"the outputs of {list(layers)}")
+            where = "" if self.counts_inputs else "eagle_config."
+            name = f"{self.file}: {where}eagle_aux_hidden_state_layer_ids"
+            if self.aux_layers is None:
+                raise MLAError(name, f"a list, as a target of {count} layers has no default", "none")
+            given = [layer + self.counts_inputs for layer in layers]
+            raise MLAError(name, f"layers of the target, which has {count}", given)
         return layers
 
 
 def lacks(model: object, name: str) -> MLAError:
+    """The error for a target without a member that heads need."""
     hint = "docs/own-module.md lists the members of a model that drafters need"
     return MLAError("model", f"a model with `{name}`, for an EAGLE-3 head", type(model).__name__, hint)
 
@@ -130,7 +145,8 @@ def _flat_layer(raw: dict[str, Any], prefix: str) -> _Layer:
     kind = next((ARCHITECTURES[each] for each in map(str, texts) if each in ARCHITECTURES), None)
     if kind is None:
         expected = f"one of {', '.join(ARCHITECTURES)}, or speculators_model_type: 'eagle3'"
-        raise MLAError(f"{prefix}architectures", expected, f"{names!r:.80}")
+        hint = "drafter_model names the directory of a head, not that of a model"
+        raise MLAError(f"{prefix}architectures", expected, f"{names!r:.80}", hint)
     return kind, raw, prefix
 
 
@@ -148,6 +164,22 @@ def _speculators_layer(raw: dict[str, Any], prefix: str) -> _Layer:
     return str(kind), layer, f"{prefix}transformer_layer_config."
 
 
+def _check_layer(layer: dict[str, Any], prefix: str) -> None:
+    """Refuse settings of a layer that change the computation."""
+    for name, only in _ONLY_VALUE.items():
+        if layer.get(name, only) not in (only, None):
+            raise MLAError(f"{prefix}{name}", repr(only), f"{layer[name]!r:.80}")
+    if layer.get("sliding_window") is not None and layer.get("use_sliding_window") is not False:
+        raise MLAError(f"{prefix}sliding_window", "null, as all keys are attended", layer["sliding_window"])
+    if others := set(layer.get("layer_types") or ()) - {"full_attention"}:
+        raise MLAError(f"{prefix}layer_types", "only 'full_attention'", f"{sorted(others)!r:.80}")
+    for key in ("rope_scaling", "rope_parameters"):
+        table = layer.get(key)
+        rope = (table.get("rope_type") or table.get("type")) if isinstance(table, dict) else None
+        if rope not in (None, "default", "yarn"):
+            raise MLAError(f"{prefix}{key}.rope_type", "'default' or 'yarn'", f"{rope!r:.80}")
+
+
 def _mla(
     kind: str, known: dict[str, Any], layer: dict[str, Any], file: Path, prefix: str
 ) -> tuple[Rope, Architecture]:
@@ -162,26 +194,21 @@ def _grouped_query(
     kind: str, known: dict[str, Any], layer: dict[str, Any], file: Path, prefix: str
 ) -> tuple[Rope, GroupedQueries]:
     """The rotation and the shapes of a layer of Llama or Qwen3; `known` are its checked settings."""
-    for name, only in _ONLY_VALUE.items():
-        if layer.get(name, only) not in (only, None):
-            raise MLAError(f"{prefix}{name}", repr(only), f"{layer[name]!r:.80}")
-    is_sliding = layer.get("sliding_window") is not None and layer.get("use_sliding_window") is not False
-    if is_sliding or "sliding_attention" in (layer.get("layer_types") or ()):
-        raise MLAError(
-            f"{prefix}sliding_window", "null, as all keys are attended", layer.get("sliding_window")
-        )
     heads, kv_heads = known["num_attention_heads"], known.get("num_key_value_heads")
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise MLAError(
             f"{prefix}num_key_value_heads", f"a divisor of num_attention_heads = {heads}", kv_heads
         )
+    if not layer.get("head_dim") and known["hidden_size"] % heads:
+        expected = f"a divisor of hidden_size = {known['hidden_size']}, as there is no head_dim"
+        raise MLAError(f"{prefix}num_attention_heads", expected, heads)
     head_dim = layer.get("head_dim") or known["hidden_size"] // heads
     if head_dim < 2 or head_dim % 2:
         raise MLAError(f"{prefix}head_dim", "an even number, as pairs are rotated", head_dim)
     known |= {"num_hidden_layers": 1, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     config = transformers_config(kind, known, file)
-    eps = layer.get("rms_norm_eps", 1e-6) if kind == QWEN3 else None
+    eps = known["rms_norm_eps"] if kind == QWEN3 else None
     return Rope.from_config(config, prefix), GroupedQueries(heads, kv_heads, head_dim, eps)
 
 
@@ -193,6 +220,8 @@ def _aux_layers(raw: dict[str, Any], prefix: str, is_speculators: bool) -> tuple
         if inputs is not None and 0 in inputs:
             raise MLAError(f"{prefix}{name}", "inputs of layers >= 1, as 0 is the embedding", inputs)
         return None if inputs is None else tuple(each - 1 for each in inputs)
+    if raw.get(name) is not None:
+        raise MLAError(f"{prefix}{name}", f"the ids in eagle_config.{name}", raw[name])
     settings = raw.get("eagle_config") or {}
     check_settings(settings, {"use_aux_hidden_state": FLAG} | HEAD_SETTINGS, f"{prefix}eagle_config.")
     if settings.get("use_aux_hidden_state") is False:

@@ -30,8 +30,8 @@ class GroupedQueryAttention(nn.Module):
     """One attention layer, and its cache of keys and values.
 
     For the ops of MLA each KV head is a row: its latents are values, its rotary keys are keys. Queries of the latents
-    are zero, so the scores are those of queries and keys. That reads the bytes that an own kernel would read, and adds
-    multiplications by zero: half as many as attention has.
+    are zero, so the scores are those of queries and keys. That reads the bytes that a dedicated kernel would read, and
+    adds multiplications by zero, half as many as attention's own.
     """
 
     kv_cache: Tensor | None

@@ -19,7 +19,7 @@ from mla_compile.batch import ForwardOutput, MLABatch
 from mla_compile.caches import CacheSpec
 from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
-from mla_compile.models.eagle3 import load_head
+from mla_compile.models.eagle3 import check_head, load_head
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.ngram import lookup_drafts
@@ -96,6 +96,9 @@ class DrafterKind:
     needs_mtp: whether it runs the model's MTP layer.
     needs_history: whether it reads `DecodeState.history`; states have none otherwise.
     needs_model: whether it has weights in a directory, `drafter_model`.
+    check_model: raises `MLAError` for a `drafter_model` that cannot be its, before a target is loaded.
+    sizes: of `drafter_model`, for a target: the bytes of its weights, and those of its caches per token. Without it
+        the default `max_model_len` leaves no memory for them.
     """
 
     name: str
@@ -103,6 +106,8 @@ class DrafterKind:
     needs_mtp: bool = False
     needs_history: bool = False
     needs_model: bool = False
+    check_model: Callable[[str | Path], None] | None = None
+    sizes: Callable[[str | Path, Target], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.build):
@@ -254,10 +259,18 @@ class NgramDrafter(nn.Module):
         return lookup_drafts(state.history, verified.num_cached + 1, verified.k)
 
 
+def _sizes_of_head(drafter_model: str | Path, model: Target) -> tuple[int, int]:
+    """See `DrafterKind.sizes`; no weight is read."""
+    dtype = model.cache_specs()[0].dtype
+    head, _ = load_head(drafter_model, model, dtype=dtype, on_meta=True)
+    weights = sum(weight.nbytes for weight in head.parameters())
+    return weights, sum(spec.bytes_per_token for spec in head.cache_specs())
+
+
 DRAFTERS = (
     DrafterKind("mtp", MtpDrafter, needs_mtp=True),
     DrafterKind("ngram", NgramDrafter, needs_history=True),
-    DrafterKind("eagle3", Eagle3Drafter, needs_model=True),
+    DrafterKind("eagle3", Eagle3Drafter, needs_model=True, check_model=check_head, sizes=_sizes_of_head),
 )
 """By default the first one that supports a model drafts for it."""
 
@@ -270,14 +283,6 @@ def cache_specs(model: Target, drafter: Drafter | None) -> list[CacheSpec]:
     specs = [spec for spec in model.cache_specs() if spec.owner == "target"]
     own: list[CacheSpec] = getattr(drafter, "cache_specs", list)()
     return specs + own
-
-
-def sizes_of(drafter_model: str | Path, model: Target) -> tuple[int, int]:
-    """The bytes of a drafter's own weights, and those of its caches per token; no weight is read."""
-    dtype = model.cache_specs()[0].dtype
-    head, _ = load_head(drafter_model, model, dtype=dtype, on_meta=True)
-    weights = sum(weight.nbytes for weight in head.parameters())
-    return weights, sum(spec.bytes_per_token for spec in head.cache_specs())
 
 
 def known_drafter(drafter: object) -> DrafterKind | None:
@@ -302,7 +307,7 @@ def check_drafter(drafter: object, drafter_model: object) -> None:
         MLAError: an unknown drafter; a `drafter_model` for a drafter without weights, or none for one with weights.
     """
     kind = known_drafter(drafter)
-    if drafter_model is not None and not isinstance(drafter_model, str | Path):
+    if drafter_model is not None and (not isinstance(drafter_model, str | Path) or drafter_model == ""):
         raise MLAError("drafter_model", "a directory with a head, or None", f"{drafter_model!r:.80}")
     if drafter_model is not None and kind is not None and not kind.needs_model:
         hint = "leave one of the two out"
@@ -311,6 +316,10 @@ def check_drafter(drafter: object, drafter_model: object) -> None:
         )
     if drafter_model is None and kind is not None and kind.needs_model:
         raise MLAError("drafter_model", f"the directory of the head, for drafter={kind.name!r}", None)
+    if drafter_model is not None:
+        chosen = kind or select_drafter(None, has_mtp=False, has_model=True)
+        if chosen.check_model is not None:
+            chosen.check_model(drafter_model)
 
 
 def select_drafter(
@@ -331,7 +340,12 @@ def select_drafter(
 
 
 def loads_mtp(settings: Mapping[str, object]) -> bool | None:
-    """The `mtp` of `load_model` for an engine's settings: False if no draft uses the layer, None if one may."""
+    """The `mtp` of `load_model` for an engine's settings: False if no draft uses the layer, None if one may.
+
+    Raises:
+        MLAError: a wrong `drafter` or `drafter_model`, before a model is loaded for it.
+    """
+    check_drafter(settings.get("drafter"), settings.get("drafter_model"))
     kind = known_drafter(settings.get("drafter"))
     is_other = settings.get("drafter_model") is not None or (kind is not None and not kind.needs_mtp)
     return False if settings.get("num_speculative_tokens") == 0 or is_other else None

@@ -308,7 +308,10 @@ def test_batch_invariant_tokens_on_a_gpu(heads: Heads, version: str) -> None:
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
             "expected a list of 1 to 16 layers, or null",
         ),
-        ({"eagle_config": None}, "expected layers of the target"),
+        ({"eagle_config": None}, "expected a list, as a target of 2 layers has no default, got none"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "expected the ids in eagle_config"),
+        ({"draft_vocab_size": 41}, "draft_vocab_size: expected at most vocab_size = 40, got 41"),
+        ({"mlp_bias": True}, "mlp_bias: expected False, got True"),
         ({"draft_vocab_size": 20}, "expected a tensor d2t, as its vocabulary is reduced, got none"),
         ({"target_hidden_size": 64}, "target_hidden_size: expected hidden_size = 32, got 64"),
     ],
@@ -336,7 +339,11 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
         ({"attention_bias": True}, "attention_bias: expected False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"sliding_window": 512}, "sliding_window: expected null, as all keys are attended, got 512"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_window: expected null"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types: expected only 'full_attention'"),
+        (
+            {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
+            "num_attention_heads: expected a divisor of hidden_size = 32",
+        ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rope_type: expected 'default' or 'yarn'",
@@ -423,7 +430,8 @@ def test_settings_that_contradict_each_other_are_refused(model: MLAForCausalLM, 
     with pytest.raises(MLAError, match="drafter_model: expected None, as drafter 'ngram' has no weights"):
         eagle(model, heads("3"), drafter="ngram")
     with pytest.raises(
-        MLAError, match=r"config\.json: expected the config of an EAGLE-3 head, got no such directory"
+        MLAError,
+        match="drafter_model: expected a directory with an EAGLE-3 head, got nowhere, which does not exist",
     ):
         eagle(model, Path("nowhere"))
     assert eagle(model, heads("3")).config.drafter.name == "eagle3"
