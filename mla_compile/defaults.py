@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 SHIPPED_MODEL = Path(__file__).parent / "models" / "shipped"
-SHIPPED_HEAD = SHIPPED_MODEL / "eagle3"
+SHIPPED_HEAD = SHIPPED_MODEL.with_name("shipped_eagle3")
 """An EAGLE-3 head for it."""
 DEFAULT_DRAFTS = 3
 """Tokens drafted per step by default, if the model has an MTP layer or a drafter was given."""
