@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.fp8_step import CONTEXT, NEW_TOKENS, PAGE_SIZE, models, prompts_of, steps
+from benchmarks.fp8_step import CONTEXT, NEW_TOKENS, engine_of, models, prompts_of, steps
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, floor_bytes, read_bandwidth
 from mla_compile import Engine
@@ -93,25 +93,20 @@ def random_head(kind: str, model: MLAForCausalLM) -> Iterator[Path]:
         yield directory
 
 
-def engine_of(
+def engine_with(
     model: MLAForCausalLM, max_rows: int, drafter: str, head: Path | None, *, exact: bool
 ) -> Engine:
     with patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False):
-        return Engine(
-            model,
-            num_speculative_tokens=0 if drafter == "none" else DRAFTS,
-            drafter_model=head,
-            max_rows=max_rows,
-            max_model_len=CONTEXT + NEW_TOKENS + 8,
-            page_size=PAGE_SIZE,
-            batch_invariant=exact,
-            prefix_caching=False,
-        )
+        return engine_of(model, max_rows, exact, _drafts(drafter), head)
+
+
+def _drafts(drafter: str) -> int:
+    return 0 if drafter == "none" else DRAFTS
 
 
 def floor(model: MLAForCausalLM, drafter: str, head: Path | None, batch: int) -> float:
     """Bytes that a step must read."""
-    drafts = 0 if drafter == "none" else DRAFTS
+    drafts = _drafts(drafter)
     target = floor_bytes(model, batch, CONTEXT, drafts=drafts, by_mtp=head is None)
     kind = known_drafter("eagle3")
     assert kind is not None and kind.sizes is not None
@@ -121,7 +116,7 @@ def floor(model: MLAForCausalLM, drafter: str, head: Path | None, batch: int) ->
 
 def texts(model: MLAForCausalLM, drafter: str, head: Path | None, batch: int) -> list[list[int]]:
     """In exact mode."""
-    engine = engine_of(model, batch, drafter, head, exact=True)
+    engine = engine_with(model, batch, drafter, head, exact=True)
     completions = engine.generate(prompts_of(model, batch), max_new_tokens=NEW_TOKENS)
     return [completion.token_ids for completion in completions]
 
@@ -154,7 +149,7 @@ def main() -> None:
     for drafter in args.drafters:
         with random_head(drafter, model) if drafter in HEADS else nullcontext() as head:
             same = texts(few, drafter, head, max(args.batches)) == plain
-            engine = engine_of(model, max(args.batches), drafter, head, exact=False)
+            engine = engine_with(model, max(args.batches), drafter, head, exact=False)
             for batch in args.batches:
                 row: dict[str, Any] = {"drafter": drafter, "batch": batch}
                 drop_rows(report, row)

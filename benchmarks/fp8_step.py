@@ -45,10 +45,14 @@ def models(
     return {kind: random_model(settings, kind, mtp=mtp, device=DEVICE) for kind in weights}
 
 
-def engine_of(model: MLAForCausalLM, max_rows: int, exact: bool, drafts: int = 0) -> Engine:
+def engine_of(
+    model: MLAForCausalLM, max_rows: int, exact: bool, drafts: int = 0, head: Path | None = None
+) -> Engine:
+    """head: the directory of an EAGLE-3 head, which drafts; None: the MTP layer does."""
     return Engine(
         model,
         num_speculative_tokens=drafts,
+        drafter_model=head,
         max_rows=max_rows,
         max_model_len=CONTEXT + NEW_TOKENS + 8,
         page_size=PAGE_SIZE,

@@ -211,11 +211,8 @@ def _directory(path: str | Path) -> Path:
 
 def _place(files: SafetensorFiles, directory: Path, config: HeadConfig) -> Tensor:
     """See `Eagle3Head`; from `d2t`, the offsets from the head's ids to the target's."""
-    draft_vocab_size, vocab_size, entry = (
-        config.draft_vocab_size,
-        config.vocab_size,
-        files.entries["d2t"],
-    )
+    draft_vocab_size, vocab_size = config.draft_vocab_size, config.vocab_size
+    entry = files.entries["d2t"]
     if entry.shape != (draft_vocab_size,) or entry.dtype not in ("I64", "I32"):
         raise MLAError(f"{directory}: d2t", f"int64 [{draft_vocab_size}]", entry)
     draft_ids = torch.arange(draft_vocab_size)
