@@ -716,6 +716,43 @@ def fp8_step() -> str:
     )
 
 
+def eagle3_step() -> str:
+    """A step of GLM's shape by drafter."""
+    report = result("eagle3_step")
+    names = {
+        "none": "none",
+        "mtp": "the MTP layer",
+        "llama": "an EAGLE-3 head like Llama's",
+        "mla": "an EAGLE-3.1 head with MLA",
+    }
+    batches = sorted({row["batch"] for row in report["rows"]})
+    found = {(row["drafter"], row["batch"]): row for row in report["rows"]}
+    published = {
+        row["batch"]: row["published_tokens_per_s"] for row in found.values() if row["published_tokens_per_s"]
+    }
+    same = all(row["same_tokens"] for row in report["rows"])
+    lines = []
+    for drafter, name in names.items():
+        rows = [found[drafter, batch] for batch in batches]
+        steps = (f"{row['ms_per_step']:.2f} ({row['floor_ms']:.2f})" for row in rows)
+        lines.append((name, *steps, " / ".join(f"{row['tokens_per_s']:,.0f}" for row in rows)))
+    others = " and ".join(f"{rate} at batch {batch}" for batch, rate in published.items())
+    return sentences(
+        f"{report['device']}, torch {report['torch']}, bfloat16, {report['layers']} layers with random values, about "
+        "1,000 tokens a row; 3 drafts, milliseconds a step. Tokens per second are those of the step at an acceptance "
+        f"length of 2.4. SGLang reports {others} for the real model with the published head, on one H100, at that "
+        f"acceptance length. In exact mode all drafters gave {'the same' if same else 'OTHER'} tokens as none "
+        f"({report['judged_layers']} layers)."
+    ) + table(
+        [
+            "drafter",
+            *(f"batch {b} (floor)" for b in batches),
+            f"tokens per second, {'/'.join(map(str, batches))}",
+        ],
+        lines,
+    )
+
+
 PEERS = {
     "steps": {
         "ms_per_step": "ms a step",
@@ -869,6 +906,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "figures": figures,
     "fp8_step": fp8_step,
+    "eagle3_step": eagle3_step,
     **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
