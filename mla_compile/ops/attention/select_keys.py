@@ -1,0 +1,260 @@
+"""`mla_select_keys`: the keys that an indexer selects for each token (DeepSeek-V3.2's sparse attention).
+
+A key's score for a token is `sum_h weights[h] * relu(q[h] . k)`, in float32. The `topk` keys with the highest scores
+are selected, the first ones among equals; all keys if a token sees no more than `topk`. The result are slots of the
+paged caches, int32 `[tokens, topk]`, the highest score first; -1 stands behind the last.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import MLABatch
+from mla_compile.ops import validate
+from mla_compile.ops.attention.append import append_op
+from mla_compile.ops.attention.mla_attention import joined_slots, segment_arguments
+from mla_compile.ops.attention.softmax import product
+from mla_compile.ops.dispatch import reference
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.ordering import distinct_keys, indices_of
+from mla_compile.ops.paging import gather_latents, num_pages_to_read, row_of, slots_of, visible_keys
+
+DECODE_SELECT = (reference("mla_compile.ops.attention.select_keys:decode_select_torch"),)
+PREFILL_SELECT = (reference("mla_compile.ops.attention.select_keys:prefill_select_torch"),)
+
+_QUERIES = {
+    "q": "tokens, index_heads, index_dim",
+    "weights": "float tokens, index_heads",
+    "index_cache": "num_pages, page_size, index_dim",
+}
+
+
+class SelectOperands(NamedTuple):
+    """The arguments of the op `mla_select_keys`, with the fields of a batch flattened."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    index_cache: Tensor
+    decode_seq_lens: Tensor | None
+    decode_block_table: Tensor | None
+    decode_slot_mapping: Tensor | None
+    decode_q_lens: Tensor | None
+    prefill_cu_seqlens_q: Tensor | None
+    prefill_slot_mapping: Tensor | None
+    prefill_key_slots: Tensor | None
+    prefill_cu_seqlens_k: Tensor | None
+    q_len: int
+    page_size: int
+    topk: int
+
+
+@define_op(
+    layouts=_QUERIES | {"k": "tokens, index_dim"},
+    run=lambda *args: lower_select_keys(*args),
+    name="mla_select_keys",
+    mutates=("index_cache",),
+    static="page_size",
+)
+def _select_keys(call: SelectOperands) -> Tensor:
+    validate.whole_number("topk", call.topk, 1)
+    return empty(call.q, (call.q.shape[0], call.topk), torch.int32)
+
+
+select_keys_op = torch.ops.mla_compile.mla_select_keys.default
+
+
+def lower_select_keys(*args: object) -> Tensor:
+    """The unified op in terms of segment ops; see `lower_mla_attention`."""
+    call = SelectOperands(*args)  # type: ignore[arg-type]
+    decode_slots, prefill_slots = call.decode_slot_mapping, call.prefill_slot_mapping
+    half = call.k.shape[1] // 2
+    slots = joined_slots(decode_slots, prefill_slots)
+    append_op(call.k[:, :half], call.k[:, half:], call.index_cache, slots)
+    parts = [(call.q, call.weights)] * 2
+    if decode_slots is not None and prefill_slots is not None:
+        sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
+        parts = list(zip(torch.split(call.q, sizes), torch.split(call.weights, sizes), strict=True))
+    found = []
+    if decode_slots is not None:
+        rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens, call.q_len
+        found.append(decode_select_op(*parts[0], call.index_cache, *rows, call.topk))
+    if prefill_slots is not None:
+        keys = call.prefill_cu_seqlens_q, call.prefill_cu_seqlens_k, call.prefill_key_slots
+        found.append(prefill_select_op(*parts[1], call.index_cache, *keys, call.topk))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def mla_select_keys(
+    q: Tensor, k: Tensor, weights: Tensor, index_cache: Tensor, batch: MLABatch, *, topk: int
+) -> Tensor:
+    """The slots of the keys that an indexer selects for each token, after appending the new keys to its cache.
+
+    Tokens, `batch` and compilation are as in `mla_attention`, whose `selected` the result is.
+
+    Args:
+        q: the indexer's queries, rotated, `[tokens, index_heads, index_dim]`, float.
+        k: its keys, normalised and rotated, `[tokens, index_dim]`, same dtype.
+        weights: of its heads, `[tokens, index_heads]`, float32; they include every factor of the scores.
+        index_cache: its cache, `[num_pages, page_size, index_dim]`, contiguous, the dtype of `q`, with the pages of
+            `batch`; mutated.
+        batch: the segments of the batch, which assign its tokens to rows.
+        topk: the number of keys to select, >= 1.
+
+    Returns:
+        int32 `[tokens, topk]`, see the top of this file.
+
+    Raises:
+        MLAError: an argument is invalid; raised before the cache is written.
+    """
+    segments, q_len, _ = segment_arguments(batch, q, index_cache, "q")
+    arguments = q, k, weights, index_cache, *segments, q_len, batch.page_size, topk
+    return _select_keys(*arguments)
+
+
+@define_op(
+    table=DECODE_SELECT,
+    layouts=_QUERIES
+    | {"block_table": validate.TABLE, "seq_lens": "int32 rows", "q_lens": "int32 rows or None"},
+)
+def mla_decode_select(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    q_lens: Tensor | None,
+    q_len: int,
+    topk: int,
+) -> Tensor:
+    """`mla_select_keys` of decode rows, whose keys are in the cache already.
+
+    Args:
+        q, weights, index_cache, topk: see there; `[rows * q_len]` tokens.
+        block_table, seq_lens, q_lens, q_len: see `mla_decode`.
+
+    Raises:
+        MLAError: an argument is invalid. Lengths are checked on the CPU only.
+    """
+    validate.query_rows("", q_len, q.shape[0], seq_lens.shape[0])
+    validate.lengths("", seq_lens, block_table, index_cache)
+    validate.within("q_lens", "lengths", q_lens, 0, q_len)
+    return empty(q, (q.shape[0], topk), torch.int32)
+
+
+decode_select_op = torch.ops.mla_compile.mla_decode_select.default
+
+
+@define_op(
+    table=PREFILL_SELECT,
+    layouts=_QUERIES
+    | {
+        "cu_seqlens_q": "int32 rows + 1",
+        "cu_seqlens_k": "int32 parts, rows + 1",
+        "key_slots": "int64 parts, keys",
+    },
+)
+def mla_prefill_select(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    key_slots: Tensor,
+    topk: int,
+) -> Tensor:
+    """`mla_select_keys` of prompt chunks, whose keys are in the cache already.
+
+    Args:
+        q, weights, index_cache, topk: see there.
+        cu_seqlens_q, cu_seqlens_k, key_slots: see `PrefillSegment`.
+
+    Raises:
+        MLAError: an argument is invalid. Lengths and slots are checked on the CPU only.
+    """
+    validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], index_cache)
+    return empty(q, (q.shape[0], topk), torch.int32)
+
+
+prefill_select_op = torch.ops.mla_compile.mla_prefill_select.default
+
+_WORKSPACE = 2**27
+"""Products of a head with a key that are computed at a time; float32."""
+_NOT_SEEN = torch.iinfo(torch.int64).min
+
+
+def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """`q` `[rows, n, heads, dim]`, `keys` `[rows, keys, dim]`, `weights` `[rows, n, heads]` to `[rows, n, keys]`."""
+    products = product(q.flatten(1, 2), keys.mT).relu_().unflatten(1, q.shape[1:3])
+    return torch.matmul(weights[:, :, None].to(products.dtype), products)[:, :, 0].float()
+
+
+def _choose(scores: Tensor, is_seen: Tensor, topk: int) -> Tensor:
+    """The indices of the highest scores of seen keys, int64 `[..., topk]`; -1 where there are no more."""
+    count = scores.shape[-1]
+    keys = torch.where(is_seen, distinct_keys(scores), _NOT_SEEN)
+    best = keys.topk(min(topk, count), dim=-1).values
+    chosen = torch.where(best == _NOT_SEEN, -1, indices_of(best, count))
+    return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
+
+
+def decode_select_torch(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    topk: int,
+) -> Tensor:
+    """`mla_decode_select` in plain torch, for every device and dtype. Lengths are read on the CPU only."""
+    tokens, heads, page_size = q.shape[0], q.shape[1], index_cache.shape[1]
+    if tokens == 0:
+        return block_table.new_empty(0, topk)
+    columns = num_pages_to_read(seq_lens, block_table, page_size)
+    seen = visible_keys(seq_lens, q_lens, q_len)[..., None]
+    position = torch.arange(columns * page_size, device=q.device)
+    q, weights = q.unflatten(0, (-1, q_len)), weights.unflatten(0, (-1, q_len))
+    step = max(1, _WORKSPACE // (q_len * heads * columns * page_size))
+    found = []
+    for first in range(0, len(seq_lens), step):
+        rows = slice(first, first + step)
+        keys = gather_latents(index_cache, block_table[rows], columns, seq_lens[rows])
+        found.append(_choose(_scores(q[rows], keys, weights[rows]), position < seen[rows], topk))
+    row = torch.arange(len(seq_lens), device=q.device)[:, None, None]
+    return slots_of(block_table, row, torch.cat(found), page_size).flatten(0, 1).to(torch.int32)
+
+
+def prefill_select_torch(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    key_slots: Tensor,
+    topk: int,
+) -> Tensor:
+    """`mla_prefill_select` in plain torch, for every device and dtype. The host reads nothing."""
+    tokens, heads, dim = q.shape
+    parts, count = key_slots.shape
+    slots = key_slots.flatten()
+    keys = index_cache.view(-1, dim).index_select(0, slots.clamp(min=0))
+    token = torch.arange(tokens, device=q.device)
+    row = row_of(token, cu_seqlens_q)
+    # A part's keys that each token sees; of the last part, those up to itself.
+    begin, end = cu_seqlens_k[:, row].T, cu_seqlens_k[:, row + 1].T.clone()
+    end[:, -1] -= cu_seqlens_q[row + 1] - 1 - token
+    place = torch.arange(count, device=q.device)
+    step = max(1, _WORKSPACE // (heads * parts * count))
+    found = [torch.empty(0, topk, dtype=torch.int64, device=q.device)]
+    for first in range(0, tokens, step):
+        some = slice(first, first + step)
+        is_seen = (place >= begin[some, :, None]) & (place < end[some, :, None])
+        scores = _scores(q[None, some], keys[None], weights[None, some])[0]
+        index = _choose(scores, is_seen.flatten(1), topk)
+        found.append(torch.where(index < 0, -1, slots[index.clamp(min=0)]))
+    return torch.cat(found).to(torch.int32)
