@@ -17,9 +17,9 @@ from mla_compile.ops.linear.fp8_linear import fp8_linear
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of the name of a weight's scales. Despite the name they multiply the weight: they are the inverse of the
 quantisation scales."""
-_PLAIN = ("kv_b_proj", "lm_head")
+_PLAIN = ("kv_b_proj", "lm_head", "weights_proj")
 """Layers that are never FP8 here: the heads of `kv_b_proj`, 192 output features each, straddle blocks, and some models
-share `lm_head` with the embedding."""
+share `lm_head` with the embedding, and an indexer's weights of heads are computed in float32."""
 
 
 class FP8Linear(KeepsDtype):
