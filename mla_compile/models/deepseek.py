@@ -80,6 +80,11 @@ class MLAForCausalLM(nn.Module):
         return False
 
     @property
+    def selects_keys(self) -> bool:
+        """Whether indexers select the keys that attention reads."""
+        return self.arch.indexer is not None
+
+    @property
     def has_mtp(self) -> bool:
         return self.mtp is not None
 

@@ -72,7 +72,8 @@ def glm_config(**changes: Any) -> Glm4MoeLiteConfig:
 
 
 TOPK = 6
-_INDEXER = {"index_n_heads": 8, "index_head_dim": 20, "index_topk": TOPK}
+# So many heads that hardly any scores are 0, where transformers does not define which keys are selected.
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 20, "index_topk": TOPK}
 
 
 def v32_config(**changes: Any) -> DeepseekV32Config:
