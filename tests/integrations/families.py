@@ -51,7 +51,7 @@ _EXPERTS = _DENSE | {
 }
 _V3 = _TEXT | _EXPERTS | {"first_k_dense_replace": 1}
 # So many heads that hardly any scores are 0, where transformers does not define which keys are selected.
-_INDEXER = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 6}
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 6, "num_nextn_predict_layers": 1}
 _VISION = {
     "patch_size": 4,
     "pos_emb_height": 4,

@@ -66,6 +66,8 @@ class TransformersTarget(nn.Module):
         ]
         layers = enumerate(self.model.get_decoder().layers)
         self._hooks: list[tuple[Any, Any]] = [(layer, partial(self._keep_output, i)) for i, layer in layers]
+        block = getattr(mtp_layer, "mtp_block", None)
+        self._hooks += [] if block is None else [(block, _hidden_of_block)]
         self._rope = FixedRope(model)
         self._outputs: dict[int, Any] = {}
         """In a forward, the outputs of the layers that it is asked for, which hooks write within `installed`."""
@@ -215,6 +217,11 @@ class TransformersTarget(nn.Module):
                     module.forward = forward
                     stack.callback(delattr, module, "forward")
             yield
+
+
+def _hidden_of_block(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """GLM-5's layers return their selection of keys too, which `MtpLayer` does not expect."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _up_projection(cache: PagedLatentCache) -> Tensor:
