@@ -49,6 +49,7 @@ class Indexer(nn.Module):
         x: the attention's input, `[tokens, hidden_size]`. q_latent: its normalised query latents `[tokens,
         q_lora_rank]`. rope: the tokens' cos and sin.
         """
+        assert self.kv_cache is not None  # attention's own is checked
         heads, width = self.settings.num_heads, self.settings.head_dim
         cos, sin = rope
         q = self._rotated(self.wq_b(q_latent).view(-1, heads, width), cos.unsqueeze(1), sin.unsqueeze(1))

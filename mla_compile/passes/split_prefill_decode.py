@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.ops.attention.mla_attention import attention_op, lower_mla_attention
-from mla_compile.ops.attention.select_keys import lower_select_keys, select_keys_op
+from mla_compile.ops.attention.mla_select_keys import lower_select_keys, select_keys_op
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import calls, op_arguments
 

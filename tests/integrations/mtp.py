@@ -61,9 +61,7 @@ def random_mtp(model: PreTrainedModel, seed: int = 1) -> MtpModel:
         mtp.layers[0] = _longcat_layer(model.config)
     mtp.eval().requires_grad_(False)
     randomize(mtp.layers, seed)
-    if (
-        model.config.model_type == "glm_moe_dsa"
-    ):  # `MtpLayer` does not expect the layer's second result
+    if model.config.model_type == "glm_moe_dsa":  # `MtpLayer` does not expect the layer's second result
         mtp.layers[0].mtp_block.register_forward_hook(lambda _module, _inputs, output: output[0])
     return mtp
 

@@ -60,7 +60,7 @@ def test_a_published_config_gives_the_published_size(published, billions, softma
         assert Architecture.from_config(theirs) == model.arch
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("v3")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.split()[0] == "v3"])
 def test_kimi_k2_is_another_name_of_deepseek_v3(name, tmp_path):
     config, architectures = CONFIGS[name], []
     text = config.to_json_string(use_diff=False)

@@ -92,10 +92,12 @@ def indexer(
     x, (cos, sin) = hidden.flatten(0, 1), (angles.flatten(0, 1) for angles in position_embeddings)
     widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
 
-    def rotated(of: Tensor, *angles: Tensor) -> Tensor:
+    def rotated(of: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotary, rest = of.split(widths, dim=-1)
-        return torch.cat([rotate(rotary, *angles, INDEXERS[type(module).__name__]), rest], dim=-1)
+        return torch.cat([rotate(rotary, cos, sin, INDEXERS[type(module).__name__]), rest], dim=-1)
 
+    assert keys.kv_cache is not None
+    assert keys.owner.batch is not None
     q = module.wq_b(q_latent).view(-1, module.n_heads, module.head_dim)
     head_weights = module.weights_proj(x.to(module.weights_proj.weight.dtype)).float()
     selected = mla_select_keys(
@@ -106,7 +108,8 @@ def indexer(
         keys.owner.batch,
         topk=module.index_topk,
     )
-    return selected.unflatten(0, hidden.shape[:2])
+    of_batch: Tensor = selected.unflatten(0, hidden.shape[:2])
+    return of_batch
 
 
 def has_our_experts(module: Any) -> bool:

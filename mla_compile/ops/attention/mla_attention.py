@@ -90,7 +90,8 @@ def lower_mla_attention(*args: Any) -> Tensor:
     if call.selected is not None:  # a token's slots say all about it, so both segments are one
         q_latent = matmul_by_head_op(call.q_nope, call.w_uk)
         latent_out = sparse_op(q_latent, call.q_pe, call.kv_cache, call.selected, call.softmax_scale)
-        return matmul_by_head_op(latent_out, call.w_uv)
+        out: Tensor = matmul_by_head_op(latent_out, call.w_uv)
+        return out
     if decode_slots is not None and prefill_slots is not None:
         sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
         decode_q_nope, prefill_q_nope = torch.split(call.q_nope, sizes)

@@ -5,10 +5,25 @@ from torch import Tensor
 
 from mla_compile.ops import validate
 from mla_compile.ops.attention.softmax import product, softmax_weighted
-from mla_compile.ops.dispatch import reference
+from mla_compile.ops.attention.tiles import KV_LORA_RANKS, ROPE_HEAD_DIMS
+from mla_compile.ops.dispatch import FLOATS, SOME, reference, triton
 from mla_compile.ops.library import define_op, empty
 
-SPARSE = (reference("mla_compile.ops.attention.sparse:sparse_torch"),)
+SPARSE = (
+    triton(
+        "split-KV kernel over lists of slots",
+        "mla_compile.ops.attention.kernels.sparse:sparse_triton",
+        constraints={
+            "dtype": FLOATS,
+            "tokens": SOME,
+            "heads": SOME,
+            "topk": range(1, 8193),  # a program reads the whole list
+            "kv_lora_rank": KV_LORA_RANKS,
+            "qk_rope_head_dim": ROPE_HEAD_DIMS,
+        },
+    ),
+    reference("mla_compile.ops.attention.sparse:sparse_torch"),
+)
 
 
 # As in `mla_decode`, absorbing leaves heads outermost: a fixed layout would copy every query.
