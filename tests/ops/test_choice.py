@@ -223,6 +223,15 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     "mla_sparse_attention": lambda dtype: sparse_case(
         [3, 64], topk=64, heads=16, rank=512, rope=64, dtype=dtype
     ),
+    "mla_decode_select": lambda dtype: (
+        *(torch.empty(2, 64, 128, dtype=dtype), torch.empty(2, 64), torch.empty(3, 64, 128, dtype=dtype)),
+        *(torch.ones(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32), None, 1, 2048),
+    ),
+    "mla_prefill_select": lambda dtype: (
+        *(torch.empty(2, 64, 128, dtype=dtype), torch.empty(2, 64), torch.empty(3, 64, 128, dtype=dtype)),
+        *(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([[0, 2]], dtype=torch.int32)),
+        *(torch.tensor([[64, 65]]), 2048),
+    ),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),
 }

@@ -9,14 +9,36 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
+from mla_compile.ops.attention.selection import NOT_SEEN, highest, seen_in_parts
 from mla_compile.ops.attention.softmax import product
-from mla_compile.ops.dispatch import reference
+from mla_compile.ops.dispatch import FLOATS, SOME, Allowed, reference, triton
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.ordering import distinct_keys, indices_of
-from mla_compile.ops.paging import gather_latents, num_pages_to_read, row_of, slots_of, visible_keys
+from mla_compile.ops.ordering import distinct_keys
+from mla_compile.ops.paging import gather_latents, num_pages_to_read, slots_of, visible_keys
 
-DECODE_SELECT = (reference("mla_compile.ops.attention.select_keys:decode_select_torch"),)
-PREFILL_SELECT = (reference("mla_compile.ops.attention.select_keys:prefill_select_torch"),)
+_LIMITS: dict[str, Allowed] = {
+    "dtype": FLOATS,
+    "weights.dtype": (torch.float32,),
+    "tokens": SOME,
+    "index_heads": range(1, 129),
+    "index_dim": range(1, 257),
+}
+DECODE_SELECT = (
+    triton(
+        "scores from pages in one launch, then torch's topk",
+        "mla_compile.ops.attention.kernels.select_keys:decode_select_triton",
+        constraints=_LIMITS,
+    ),
+    reference("mla_compile.ops.attention.select_keys:decode_select_torch"),
+)
+PREFILL_SELECT = (
+    triton(
+        "scores in one launch, then torch's topk",
+        "mla_compile.ops.attention.kernels.select_keys:prefill_select_triton",
+        constraints=_LIMITS,
+    ),
+    reference("mla_compile.ops.attention.select_keys:prefill_select_torch"),
+)
 
 QUERIES = {
     "q": "tokens, index_heads, index_dim",
@@ -95,7 +117,6 @@ prefill_select_op = torch.ops.mla_compile.mla_prefill_select.default
 
 _WORKSPACE = 2**27
 """Products of a head with a key that are computed at a time; float32."""
-_NOT_SEEN = torch.iinfo(torch.int64).min
 
 
 def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -104,13 +125,8 @@ def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return torch.matmul(weights[:, :, None].to(products.dtype), products)[:, :, 0].float()
 
 
-def _choose(scores: Tensor, is_seen: Tensor, topk: int) -> Tensor:
-    """The indices of the highest scores of seen keys, int64 `[..., topk]`; -1 where there are no more."""
-    count = scores.shape[-1]
-    keys = torch.where(is_seen, distinct_keys(scores), _NOT_SEEN)
-    best = keys.topk(min(topk, count), dim=-1).values
-    chosen = torch.where(best == _NOT_SEEN, -1, indices_of(best, count))
-    return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
+def _keys(scores: Tensor, is_seen: Tensor) -> Tensor:
+    return torch.where(is_seen, distinct_keys(scores), NOT_SEEN)
 
 
 def decode_select_torch(
@@ -136,7 +152,7 @@ def decode_select_torch(
     for first in range(0, len(seq_lens), step):
         rows = slice(first, first + step)
         keys = gather_latents(index_cache, block_table[rows], columns, seq_lens[rows])
-        found.append(_choose(_scores(q[rows], keys, weights[rows]), position < seen[rows], topk))
+        found.append(highest(_keys(_scores(q[rows], keys, weights[rows]), position < seen[rows]), topk))
     row = torch.arange(len(seq_lens), device=q.device)[:, None, None]
     return slots_of(block_table, row, torch.cat(found), page_size).flatten(0, 1).to(torch.int32)
 
@@ -155,11 +171,7 @@ def prefill_select_torch(
     parts, count = key_slots.shape
     slots = key_slots.flatten()
     keys = index_cache.view(-1, dim).index_select(0, slots.clamp(min=0))
-    token = torch.arange(tokens, device=q.device)
-    row = row_of(token, cu_seqlens_q)
-    # A part's keys that each token sees; of the last part, those up to itself.
-    begin, end = cu_seqlens_k[:, row].T, cu_seqlens_k[:, row + 1].T.clone()
-    end[:, -1] -= cu_seqlens_q[row + 1] - 1 - token
+    begin, end = seen_in_parts(tokens, cu_seqlens_q, cu_seqlens_k)
     place = torch.arange(count, device=q.device)
     step = max(1, _WORKSPACE // (heads * parts * count))
     found = [torch.empty(0, topk, dtype=torch.int64, device=q.device)]
@@ -167,6 +179,6 @@ def prefill_select_torch(
         some = slice(first, first + step)
         is_seen = (place >= begin[some, :, None]) & (place < end[some, :, None])
         scores = _scores(q[None, some], keys[None], weights[None, some])[0]
-        index = _choose(scores, is_seen.flatten(1), topk)
+        index = highest(_keys(scores, is_seen.flatten(1)), topk)
         found.append(torch.where(index < 0, -1, slots[index.clamp(min=0)]))
     return torch.cat(found).to(torch.int32)
