@@ -115,7 +115,7 @@ def mla_prefill_select(
 
 prefill_select_op = torch.ops.mla_compile.mla_prefill_select.default
 
-_WORKSPACE = 2**27
+_WORKSPACE = 2**25
 """Products of a head with a key that are computed at a time; float32."""
 
 

@@ -13,7 +13,7 @@ from mla_compile.ops.attention.selection import NOT_SEEN, highest, seen_in_parts
 from mla_compile.ops.paging import slots_of, visible_keys
 
 _NOT_SEEN = tl.constexpr(NOT_SEEN)
-_WORKSPACE = 2**26
+_WORKSPACE = 2**24
 """Scores of prompt chunks that exist at a time."""
 
 
