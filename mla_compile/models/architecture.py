@@ -123,10 +123,6 @@ class IndexerSettings:
         if config.model_type not in _SPARSE:
             return None
         layers = config.num_hidden_layers
-        if config.q_lora_rank is None:
-            raise MLAError(
-                f"{prefix}q_lora_rank", "an integer: the indexer's queries are of this latent", None
-            )
         if config.index_head_dim < config.qk_rope_head_dim:
             expected = f"at least qk_rope_head_dim = {config.qk_rope_head_dim}"
             raise MLAError(f"{prefix}index_head_dim", expected, config.index_head_dim)

@@ -27,7 +27,7 @@ class Indexer(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         assert arch.indexer is not None
-        assert arch.q_lora_rank is not None
+        assert arch.q_lora_rank is not None  # transformers' configs of these families require it
         self.settings = arch.indexer
         self.rope_dim = arch.qk_rope_head_dim
         heads, width = self.settings.num_heads, self.settings.head_dim

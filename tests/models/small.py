@@ -176,7 +176,10 @@ def to_fp8(path: Path, quantize: Callable[[Tensor], tuple[Tensor, Tensor]], bloc
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     scales = {}
     for name, tensor in tensors.items():
-        if (name.endswith("_proj.weight") and "eh_proj" not in name) or "kv_a_proj_with_mqa" in name:
+        is_projection = name.endswith(
+            ("_proj.weight", "kv_a_proj_with_mqa.weight", "wq_b.weight", "wk.weight")
+        )
+        if is_projection and "eh_proj" not in name and "weights_proj" not in name:
             tensors[name], scales[name + "_scale_inv"] = quantize(tensor)
     for file in path.glob("*.safetensors*"):
         file.unlink()
