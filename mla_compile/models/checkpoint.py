@@ -63,7 +63,7 @@ def load_model(
     generation_config: Literal["auto", "none"] = "auto",
     parallel: Parallel | None = None,
 ) -> MLAForCausalLM:
-    """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
+    """Load a checkpoint of a family of docs/checkpoints.md: `config.json` and safetensors files.
 
     FP8 weights with a scale for each block of 128 x 128 stay FP8; those with other blocks are dequantised. The config
     is checked before any other file is opened, and every tensor by its header before the first one is read.
