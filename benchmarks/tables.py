@@ -753,6 +753,21 @@ def eagle3_step() -> str:
     )
 
 
+def families() -> str:
+    """All model types with MLA in transformers."""
+    report = result("families")
+    lines = [
+        (
+            f"`{row['model_type']}`",
+            _yes(row["load_model"]),
+            "yes" if row["accelerate"] else f"refused: {row['refused']}",
+        )
+        for row in report["rows"]
+    ]
+    heading = f"All model types with MLA in transformers {report['transformers']}:"
+    return f"{heading}\n\n" + table(["`model_type`", "`load_model`", "`accelerate`"], lines)
+
+
 PEERS = {
     "steps": {
         "ms_per_step": "ms a step",
@@ -904,6 +919,7 @@ def _yes(value: bool) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
+    "families": families,
     "figures": figures,
     "fp8_step": fp8_step,
     "eagle3_step": eagle3_step,

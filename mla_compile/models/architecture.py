@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SAME_AS = {name: name for name in MODEL_TYPES} | {"kimi_k2": "deepseek_v3"}
 """How each `model_type` of a checkpoint is read. Kimi-K2 has DeepSeek-V3's architecture under another name."""
+WRAPPERS = {"kimi_k25": "language_model."}
+"""Model types with a text model among others, whose config is `text_config`: the prefix of its tensors' names."""
 
 # Settings that change the computation and have one value in every published checkpoint, also the default of a config
 # without the setting. DeepSeek's own code and transformers disagree on a normalised softmax routing.

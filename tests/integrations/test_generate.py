@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     CompileConfig,
     DynamicCache,
@@ -612,6 +614,18 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
         accelerate(unknown, num_speculative_tokens=1, drafter="mtp")
     with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a model with recurrent"):
         accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "family", ["axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4"]
+)
+def test_models_with_an_indexer_are_refused_by_name(family: str) -> None:
+    in_wrapper = family in ("glm5_next", "mistral_large4")
+    auto = AutoModelForImageTextToText if in_wrapper else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model(family)).eval()
+    with pytest.raises(MLAError, match="whose indexer selects"):
+        accelerate(model)
 
 
 def test_an_engine_of_a_recurrent_model_warms_up_before_its_first_prompt() -> None:

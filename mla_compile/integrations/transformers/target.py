@@ -210,6 +210,10 @@ def check_model(model: Any) -> None:
     if not layers or not hasattr(model, "get_decoder"):
         hint = "docs/transformers.md lists the families"
         raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, hint)
+    if any(hasattr(layer, "indexer") for layer in layers):
+        got = f"a {type(model).__name__}, whose indexer selects the keys of each token"
+        hint = "docs/transformers.md lists the families"
+        raise MLAError("model", "a model whose tokens attend to all keys before them", got, hint)
     if model.get_output_embeddings() is None:
         hint = "load it with AutoModelForCausalLM"
         raise MLAError("model", "a model with a language-model head", type(model).__name__, hint)
