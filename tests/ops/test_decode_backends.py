@@ -23,7 +23,7 @@ from mla_compile.ops.dispatch import Call
 from tests.cases import make_case
 from tests.kernel_cases import BACKENDS, check_decode, decode_case
 
-FLASHINFER, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
+FLASHINFER, FLASH_MLA, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
 
 GLM = Call(
     device_type="cuda",
