@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.ops.attention.decode import decode_op, decode_plan_op
-from mla_compile.ops.attention.decode_backends import decode_call, select_backend
+from mla_compile.ops.attention.decode_backends import QUERY_ROWS, decode_call, select_backend
 from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
@@ -60,6 +60,8 @@ def plan_decode(
         chosen = select_backend(call, requested).chosen
         if not chosen.planner or given["plan"] is not None:
             continue
+        if requested is None and not chosen.constraints.keys() <= {*call.facts, QUERY_ROWS}:
+            continue  # a size that is symbolic may rule it out in a call
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]
         # As text, since comparing symbolic sizes would add a guard.
         key = str((operands[3:], sizes, values.q_latent.dtype, chosen.name))

@@ -4,7 +4,6 @@ What a query that sees no key gets is NaN here, since the package promises nothi
 """
 
 import importlib.machinery
-import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -67,10 +66,10 @@ def flash_mla_with_kvcache(
     return out, lse
 
 
-def install() -> None:
-    """Make `import flash_mla` give this module."""
+def module() -> ModuleType:
+    """The package, for `sys.modules`."""
     module = ModuleType("flash_mla")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_mla", None)
     for function in (has_legacy, get_mla_metadata, get_mla_decoding_metadata, flash_mla_with_kvcache):
         setattr(module, function.__name__, function)
-    sys.modules["flash_mla"] = module
+    return module

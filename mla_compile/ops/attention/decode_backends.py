@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class DecodeBackend(Candidate):
     planner: str = ""
 
     def plan(self, operands: DecodeOperands, place: int, *, unused: bool = False) -> list[Tensor]:
-        """The argument `plan` of `run`, for calls with these lengths and sizes; empty tensors for one that is unused."""
+        """The argument `plan` of `run`, for calls with these lengths and sizes; unused: uninitialised."""
         planner: Planner = pkgutil.resolve_name(self.planner)
         return planner.like(operands) if unused else planner.plan(self.fitting(operands), place)
 
@@ -192,10 +192,10 @@ def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bo
 
 def query_rows(q_latent: Tensor) -> dict[str, object]:
     """The fact `QUERY_ROWS` of a call; none for a symbolic number of tokens."""
-    tokens, heads, _ = q_latent.shape
-    if isinstance(tokens, torch.SymInt):
+    count: Any = q_latent.shape[0] * q_latent.shape[1]
+    if isinstance(count, torch.SymInt):
         return {}
-    return {QUERY_ROWS: "many" if tokens * heads >= MANY_QUERY_ROWS else "few"}
+    return {QUERY_ROWS: "many" if count >= MANY_QUERY_ROWS else "few"}
 
 
 def of_any_size(call: Call) -> Call:
