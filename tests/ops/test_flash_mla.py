@@ -10,8 +10,11 @@ from tests.kernel_cases import decode_case
 from tests.ops import flash_mla_stand_in
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("heads", "q_len"), [(20, 1), (20, 4), (128, 2)])
-def test_compiled_code_spills_nothing(heads: int, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_spills_nothing(
+    heads: int, q_len: int, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     if importlib.util.find_spec("flash_mla") is None:
         monkeypatch.setitem(sys.modules, "flash_mla", flash_mla_stand_in.module())
@@ -26,7 +29,7 @@ def test_compiled_code_spills_nothing(heads: int, q_len: int, monkeypatch: pytes
     case = decode_case(
         [5, 3],
         q_len=q_len,
-        q_lens=[q_len, 0],
+        q_lens=[q_len, 0] if ragged else None,
         heads=heads,
         rank=512,
         rope=64,

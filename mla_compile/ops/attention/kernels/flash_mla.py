@@ -118,7 +118,7 @@ def unpack_kernel(
             other=-float("inf"),
         )
         tl.store(lse + (row * Q_LEN + token) * HEADS + head, found, mask=mine)
-        if (count < Q_LEN) | (length < Q_LEN):
+        if (length < Q_LEN) | (count < Q_LEN):
             source = out + (row * Q_LEN + place) * HEADS * RANK + element
             value = tl.load(source, mask=sees[:, None], other=0.0)
             tl.store(out + (row * Q_LEN + token) * HEADS * RANK + element, value, mask=mine[:, None])
