@@ -41,6 +41,7 @@ from mla_compile.ops.linear.tiles import many_block_tiles, matmul_tiles
 from mla_compile.ops.norm.rms_norm import fused_add_rms_norm
 from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
 from tests.kernel_cases import (
+    BACKENDS,
     HUGE,
     MaskedCase,
     MoeCase,
@@ -225,6 +226,31 @@ def test_a_backend_that_may_not_be_captured_is_refused_while_a_graph_is_recorded
     *tensors, q_lens, q_len, scale = case.args()
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(MLAError, match="got flashinfer, which"):
         mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens, backend="flashinfer")
+
+
+@pytest.mark.parametrize("scale", [192**-0.5, 576**-0.5, 0.02])
+@pytest.mark.parametrize(("heads", "q_len"), [(20, 4), (16, 4), (128, 2)])
+def test_flash_mla_hides_keys_about_the_borders_of_pages_and_splits(
+    heads: int, q_len: int, scale: float
+) -> None:
+    """Some parts of a row hold no key that its first tokens see."""
+    subject = on_the_gpu(BACKENDS["flash_mla"])
+    for rows in (1, 40):
+        lengths = [64 * (1 + i % 50) + i % 6 - 1 for i in range(rows)]
+        q_lens = [q_len - i % 2 for i in range(rows)]
+        case = subject.case([*lengths, 3000, 2, 0], heads=heads, q_len=q_len, q_lens=[*q_lens, q_len, 2, 0])
+        scaled = replace(case, softmax_scale=scale)
+        check_decode(scaled, subject.run(scaled))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_sizes_of_flash_mlas_plan_follow_from_sizes_of_the_call(heads: int, q_len: int) -> None:
+    backend = on_the_gpu(BACKENDS["flash_mla"]).backend
+    sizes = {"rank": 512, "rope": 64, "page_size": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    operands = decode_case([500, 3, 0], q_len=q_len, heads=heads, **sizes).operands()
+    for plan, like in zip(backend.plan(operands, 0), backend.plan(operands, 0, unused=True), strict=True):
+        assert (plan.shape, plan.dtype, plan.device) == (like.shape, like.dtype, like.device)
 
 
 def masked_decode(case: MaskedCase) -> torch.Tensor:

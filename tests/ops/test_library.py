@@ -87,7 +87,7 @@ SCHEMAS = {
     ),
     "mla_decode_plan": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
-        "SymInt q_len, float softmax_scale, SymInt place, str backend) -> Tensor[]"
+        "SymInt q_len, float softmax_scale, SymInt place, str? backend) -> Tensor[]"
     ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
