@@ -764,8 +764,8 @@ def families() -> str:
         )
         for row in report["rows"]
     ]
-    heading = f"All model types with MLA in transformers {report['transformers']}:"
-    return f"{heading}\n\n" + table(["`model_type`", "`load_model`", "`accelerate`"], lines)
+    heading = sentences(f"All model types with MLA in transformers {report['transformers']}:")
+    return heading + table(["`model_type`", "`load_model`", "`accelerate`"], lines)
 
 
 PEERS = {
