@@ -18,6 +18,7 @@ from mla_compile.ops.reductions.last_dim import row_argmax
 from mla_compile.ops.sampling.sample import masses, sample_tokens
 from mla_compile.speculate.state import DecodeState
 
+
 def penalise(
     logits: Tensor,
     in_prompt: Tensor,

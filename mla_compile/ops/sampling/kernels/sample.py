@@ -159,7 +159,9 @@ def window_kernel(
     most = tl.minimum(tl.min(tl.where(before_k, _MANY, masses), 0), tl.max(masses, 0))
     before_p = masses.to(tl.float64) < p * mass_k.to(tl.float64)
     first_p = tl.where(p < 1.0, tl.sum(before_p.to(tl.int32), 0), _BINS)
-    last_p = tl.where(p < 1.0, tl.sum((masses.to(tl.float64) < p * most.to(tl.float64)).to(tl.int32), 0), _BINS)
+    last_p = tl.where(
+        p < 1.0, tl.sum((masses.to(tl.float64) < p * most.to(tl.float64)).to(tl.int32), 0), _BINS
+    )
     state = states + at * _STATE
     tl.store(state, join_keys(keys + at * parts, parts))
     tl.store(state + 1, tl.minimum(first_p, last_k).to(tl.int64))
@@ -355,7 +357,19 @@ def sample_triton(
     )
     grid, stride = (positions, parts), x.stride(0)
     histogram_kernel[grid](
-        x, keys, histograms, temperature, top_k, top_p, min_p, stride, n, parts, blocks, VOCAB=vocab, BLOCK=BLOCK
+        x,
+        keys,
+        histograms,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        stride,
+        n,
+        parts,
+        blocks,
+        VOCAB=vocab,
+        BLOCK=BLOCK,
     )
     window_kernel[(positions,)](keys, histograms, states, top_k, top_p, n, parts, num_warps=8)
     collect_kernel[grid](
