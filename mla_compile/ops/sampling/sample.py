@@ -134,6 +134,8 @@ def sample_torch(
     # The largest score is 0, so these are probabilities relative to the largest.
     scores = scores.masked_fill(scores < min_p.log()[:, None, None], -torch.inf)
     n = logits.shape[1]
-    scores = _keep_top(scores, top_k[:, None].expand(-1, n), top_p[:, None].expand(-1, n))
+    # Values may be read on the CPU alone.
+    if scores.device.type != "cpu" or ((top_k > 0) | (top_p < 1)).any():
+        scores = _keep_top(scores, top_k[:, None].expand(-1, n), top_p[:, None].expand(-1, n))
     noise = gumbel_noise(seed[:, None], position, logits.shape[2])
     return torch.where(greedy, logits, scores + noise).argmax(dim=-1)
