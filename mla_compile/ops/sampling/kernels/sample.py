@@ -37,7 +37,7 @@ _STATE = tl.constexpr(8)
 """Numbers of a position's state: the largest logit's key, then those of `window_kernel`, then the list's length."""
 _LISTED = 4096
 """Ids that the list holds. Of more, as with many equal logits, `choose_kernel` reads the whole vocabulary."""
-_MANY = tl.constexpr(2**62)
+_MANY = tl.constexpr(2**63 - 1)
 _LAST_ID = tl.constexpr(2**23)
 
 
