@@ -40,6 +40,7 @@ from mla_compile.ops.linear.norm_linear import norm_linear
 from mla_compile.ops.linear.tiles import many_block_tiles, matmul_tiles
 from mla_compile.ops.norm.rms_norm import fused_add_rms_norm
 from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
+from mla_compile.ops.sampling.sample import sample_tokens, sample_tokens_op, sample_torch
 from tests.kernel_cases import (
     BACKENDS,
     HUGE,
@@ -63,6 +64,7 @@ from tests.kernel_cases import (
     prefill_metadata_args,
 )
 from tests.ops import row_argmax as argmax_rows
+from tests.ops import sample_tokens as samples
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 from tests.ops.norm_linear import check as check_norm_linear
 from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
@@ -658,6 +660,37 @@ def test_a_captured_argmax_serves_other_numbers_at_replay() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(out, x.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 1000])
+def test_the_best_of_the_ids_that_filters_keep(vocab: int) -> None:
+    args = tuple(x.cuda() for x in samples.args_of_all(vocab))
+    assert is_triton("sample_tokens", *args)
+    samples.check(sample_tokens, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sampled_tokens_of_real_vocabularies(dtype: torch.dtype) -> None:
+    for vocab in argmax_rows.VOCABULARIES:
+        args = tuple(x.cuda() for x in samples.sample_args(16, 4, vocab, dtype))
+        assert torch.equal(sample_tokens(*args), sample_torch(*args))
+        samples.check_shapes(sample_tokens, args)
+    samples.check_not_finite(lambda *args: sample_tokens(*(x.cuda() for x in args)), dtype)
+
+
+def test_captured_sampling_serves_other_logits_and_parameters_at_replay() -> None:
+    args = tuple(x.cuda() for x in samples.sample_args(16, 4, 3001))
+    sample_tokens_op(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample_tokens_op(*args)
+    for _ in range(3):
+        args[0].normal_(std=3)
+        for parameter in args[1:]:
+            parameter.copy_(parameter.roll(1, 0))
+        graph.replay()
+        assert torch.equal(out, sample_torch(*args))
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64])
