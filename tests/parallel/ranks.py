@@ -76,7 +76,8 @@ def main() -> None:
         for rank in range(size):
             pids.append(os.fork())
             if pids[-1] == 0:
-                return _run(module, rank, size, *words)
+                _run(module, rank, size, *words)
+                return
         print(json.dumps([_wait(pid, deadline) for pid in pids]), flush=True)
 
 
