@@ -71,7 +71,7 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         q, *others = prefill_args(
             make_case(prefill=[(3, 0)], nope=nope, rope=rope, v=v, rank=16, dtype=dtype)
         )
-        return q[: mostly(draw, [3], [0])], *others, False
+        return q[: mostly(draw, [3], [0])], *others, None, False
     if op == "moe_experts":
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
@@ -291,6 +291,7 @@ def prefill_of(tokens: int, keys: int, parts: int = 1, *, batch_invariant: bool 
         sums,
         slots,
         1.0,
+        None,
         batch_invariant,
     )
 

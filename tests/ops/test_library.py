@@ -58,7 +58,7 @@ SCHEMAS = {
     ),
     "mla_prefill": (
         "(Tensor q, Tensor kv_cache, Tensor w_uk, Tensor w_uv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-        "Tensor key_slots, float softmax_scale, bool batch_invariant=False) -> Tensor"
+        "Tensor key_slots, float softmax_scale, Tensor? before=None, bool batch_invariant=False) -> Tensor"
     ),
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
