@@ -468,6 +468,7 @@ def test_flash_mla_serves_steps_of_many_query_rows_and_no_others(monkeypatch: py
     from mla_compile.ops.attention.kernels import flash_mla
 
     monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 8 * 3 * 16)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3 * 16)
     planner, plans = flash_mla.PLANNER, []
 
     def plan(operands: DecodeOperands, place: int) -> list[torch.Tensor]:

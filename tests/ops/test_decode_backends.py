@@ -14,6 +14,7 @@ from mla_compile.ops import dispatch
 from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
+    MANY_QUERIES,
     MANY_QUERY_ROWS,
     QUERY_ROWS,
     DecodeBackend,
@@ -181,14 +182,15 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
         select_backend(exact, "gluon")
 
 
-@pytest.mark.parametrize("heads", [16, 20, 128])
-def test_the_number_of_query_rows_limits_the_automatic_choice_alone(heads: int) -> None:
-    def known(tokens: int) -> object:
-        case = decode_case([0] * tokens, heads=heads, rank=8, rope=4)
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 4), (20, 4), (128, 1)])
+def test_the_number_of_query_rows_limits_the_automatic_choice_alone(heads: int, q_len: int) -> None:
+    def known(rows: int, q_len: int) -> object:
+        case = decode_case([0] * rows, q_len=q_len, heads=heads, rank=8, rope=4)
         return decode_call(case.operands(), captured=True).facts[QUERY_ROWS]
 
-    least = -(-MANY_QUERY_ROWS // heads)
-    assert [known(least - 1), known(least)] == ["few", "many"]
+    least = -(-MANY_QUERY_ROWS // (heads * q_len))
+    assert [known(least - 1, q_len), known(least, q_len)] == ["few", "many"]
+    assert known(4 * least, 1) == ("many" if heads >= MANY_QUERIES else "few"), "few queries a row"
     assert select_backend(GLM, "flash_mla").chosen is FLASH_MLA, "asked for by name"
     for refused, reason in (
         (glm(page_size=16), "page_size of 64, got 16"),

@@ -96,6 +96,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (of_many, *decode_backends.DECODE_BACKENDS, mine))
     monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 30)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3)
     select_backend.cache_clear()
     PLANS.clear()
     yield

@@ -7,7 +7,8 @@ A workspace has `NUM_SLOTS` slots for weights in the dtype of x; expert e has sl
 While some programs multiply by an expert, others dequantise the next one. A program that multiplies waits until its
 expert is dequantised; one that dequantises waits until the programs of the expert `NUM_SLOTS` before have multiplied.
 
-**No deadlock.** Programs start in the order of their ids, and each waits only for programs with smaller ids.
+**No deadlock.** A program takes its number from a counter when it starts, and waits only for smaller numbers: those
+programs have started.
 """
 
 from typing import Any, NamedTuple, Self
@@ -33,7 +34,9 @@ class Workspace(NamedTuple):
 
     weights: Any  # [experts, MATRICES, ROWS, COLUMNS]
     scales: Any  # float32 [experts, MATRICES, blocks of ROWS, blocks of COLUMNS]
-    counters: Any  # int32 [2, experts]: an expert's programs that have dequantised, and that have multiplied; first 0
+    counters: Any
+    """Int32 `[2 * experts + 1]`, first 0: programs that have dequantised each expert, that have multiplied by it, and
+    that have started."""
 
 
 class Matrices(NamedTuple):
@@ -74,9 +77,9 @@ def _programs(starts, expert, inside, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.co
 
 
 @triton.jit
-def _role(starts, experts, num_shared, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T, COLUMN_TILES):
+def _role(workspace, starts, experts, num_shared, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T, COLUMN_TILES):
     """The expert that this program dequantises, or -1; its number among the programs of its kind."""
-    program = tl.program_id(0)
+    program = tl.atomic_add(workspace.counters + 2 * experts, 1, sem="relaxed")
     e = tl.arange(0, BLOCK_E)
     of_e = _programs(starts, e, e < experts, BLOCK_T, COLUMN_TILES)
     of_e += tl.where(e < experts - 1, M.PROGRAMS, 0)  # of the next expert, which come first
@@ -134,7 +137,7 @@ def dequantize_first(
     COLUMN_TILES: tl.constexpr,
 ):
     """Dequantise if this program is one that does. Returns the number of one that multiplies; 2^30, past all, else."""
-    expert, number = _role(starts, experts, num_shared, M, BLOCK_E, BLOCK_T, COLUMN_TILES)
+    expert, number = _role(workspace, starts, experts, num_shared, M, BLOCK_E, BLOCK_T, COLUMN_TILES)
     if expert >= 0:
         _dequantize(workspace, slots, expert, number, starts, experts, M, BLOCK_T, COLUMN_TILES)
     return tl.where(expert >= 0, 2**30, number)
@@ -168,7 +171,7 @@ def in_workspace(operands: ExpertOperands) -> tuple[ExpertOperands, Workspace, W
     x, w_gate_up, w_down = operands.x, operands.w_gate_up, operands.w_down
     experts, hidden, intermediate = w_down.shape
     slots = x.new_empty(NUM_SLOTS, 2 * intermediate, hidden)
-    counters = torch.zeros(2, 2 * experts, dtype=torch.int32, device=x.device)
+    counters = torch.zeros(2, 2 * experts + 1, dtype=torch.int32, device=x.device)
 
     def shared(weight: Tensor | None, scale: Tensor | None) -> Tensor | None:
         return weight if weight is None or scale is None else dequantize_triton(weight, scale, x.dtype)
