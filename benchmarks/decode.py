@@ -1,7 +1,7 @@
 """Every decode backend, FlashInfer's fa3, FlashMLA and the floor, with the shapes of real models.
 
     python -m benchmarks.decode --output benchmarks/results/decode.json --plot docs/decode.png
-    python -m benchmarks.decode --choice    # FlashMLA as a backend, for `MANY_QUERY_ROWS`: a minute
+    python -m benchmarks.decode --choice --output benchmarks/results/decode_choice.json
 
 Each result is checked against float64 in the same run before it is timed. Times are of replayed CUDA graphs, in
 microseconds, over copies of the inputs in turn, so that the cache holds no data that other layers of a model would
@@ -268,17 +268,17 @@ def measure(
     return row
 
 
-def print_choice() -> None:
+def choice(output: Path | None) -> None:
     """Microseconds of `CHOICE`, and of FlashMLA's plan for all layers of a step."""
     names = ("gluon", "flash_mla", "triton", "FlashMLA")
-    print("case: query rows |", " ".join(names), "| plan")
+    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     for case in CHOICE:
         operands = DecodeOperands(*next(inputs(case, 1)))
         plan_us = graph_us([partial(backend_named("flash_mla").plan, operands, 0)] * 8, _SECONDS)
         row = measure(case, 1e9, 1e9, names, _SECONDS)
-        times = " ".join(f"{row[name]:.1f}" for name in names)
-        count = case.heads * len(operands.q_latent)
-        print(f"{case.title()}: {count} | {times} | {plan_us:.1f}", flush=True)
+        times = {name: round(row[name], 1) for name in names}
+        sizes = {"case": case.title(), "query_rows": case.heads * len(operands.q_latent)}
+        add_row(report, {**sizes, **times, "plan": round(plan_us, 1)}, output)
         torch.cuda.empty_cache()
 
 
@@ -311,13 +311,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument(
-        "--choice", action="store_true", help="time the backends that FlashMLA is chosen among"
+        "--choice", action="store_true", help="time only the backends that FlashMLA is chosen among"
     )
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.choice:
-        print(torch.cuda.get_device_name(), "torch", torch.__version__)
-        print_choice()
+        choice(args.output)
         return
     rates = read_rate(), product_rate()
     report: dict[str, Any] = {

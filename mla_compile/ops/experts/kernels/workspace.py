@@ -77,7 +77,9 @@ def _programs(starts, expert, inside, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.co
 
 
 @triton.jit
-def _role(workspace, starts, experts, num_shared, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T, COLUMN_TILES):
+def _role(
+    workspace, starts, experts, num_shared, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T, COLUMN_TILES
+):
     """The expert that this program dequantises, or -1; its number among the programs of its kind."""
     program = tl.atomic_add(workspace.counters + 2 * experts, 1, sem="relaxed")
     e = tl.arange(0, BLOCK_E)
