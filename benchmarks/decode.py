@@ -1,15 +1,17 @@
 """Every decode backend, FlashInfer's fa3, FlashMLA and the floor, with the shapes of real models.
 
     python -m benchmarks.decode --output benchmarks/results/decode.json --plot docs/decode.png
+    python -m benchmarks.decode --choice --output benchmarks/results/decode_choice.json
 
 Each result is checked against float64 in the same run before it is timed. Times are of replayed CUDA graphs, in
 microseconds, over copies of the inputs in turn, so that the cache holds no data that other layers of a model would
 evict. The floor is the longer of two times: reading the latents once at the rate of a plain sum, and the products at
 the rate of a large cuBLAS product, both measured in the same run.
 
-fa3 (`pip install '.[flashinfer]'`) and FlashMLA (`import flash_mla`) run if they are installed. Their times exclude the
-plan before each step: fa3's `plan` runs on the host and is reported separately, in wall time; FlashMLA's metadata
-kernel is left out.
+fa3 (`pip install '.[flashinfer]'`) and FlashMLA (`pip install --no-deps sgl-flash-mla`) run if they are installed.
+"FlashMLA" is its kernel alone, `flash_mla` the backend, which packs queries and unpacks results. Times exclude the plan
+before each step: fa3's `plan` runs on the host and is reported separately, in wall time; FlashMLA's is a kernel, which
+`--choice` times.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +32,12 @@ from torch import Tensor
 from benchmarks.kernels import graph_us, relative_error
 from benchmarks.reporting import add_row, write_report
 from mla_compile.ops.attention.decode import decode_torch
-from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, decode_call
+from mla_compile.ops.attention.decode_backends import (
+    DECODE_BACKENDS,
+    backend_named,
+    decode_call,
+    of_any_size,
+)
 from mla_compile.ops.attention.operands import DecodeOperands
 
 RANK, ROPE = 512, 64
@@ -70,6 +78,22 @@ CASES = [
     Case(20, tuple(64 * 2 ** (i % 8) for i in range(64)), name="64 rows of 64 to 8192"),
     *(uniform(16, 128, 4096, 1, page_size) for page_size in (1, 16)),
 ]
+CHOICE = [
+    *(
+        uniform(20, rows, context, q_len)
+        for context in (1024, 4096)
+        for q_len in (1, 4)
+        for rows in (1, 8, 32, 64, 128, 256)
+    ),
+    *(uniform(16, rows, 4096, q_len) for rows, q_len in ((32, 1), (32, 4), (128, 1), (128, 4))),
+    *(uniform(64, rows, 4096, q_len) for rows, q_len in ((8, 1), (32, 1), (32, 4))),
+    *(uniform(128, rows, 4096, q_len) for rows, q_len in ((1, 1), (8, 1), (32, 4), (128, 1), (128, 4))),
+    *(uniform(heads, 1, 65536, q_len) for heads, q_len in ((16, 1), (20, 4), (128, 1), (128, 4))),
+    Case(20, tuple(64 * 2 ** (i % 8) for i in range(64)), 4, name="64 rows of 64 to 8192"),
+]
+"""Cases about the border between `gluon` and FlashMLA."""
+_SECONDS = 0.05
+"""How long a time of these is measured."""
 
 
 def inputs(case: Case, copies: int) -> Iterator[tuple[Any, ...]]:
@@ -123,10 +147,11 @@ Run = Callable[[], tuple[Tensor, Tensor | None]]
 
 def ours(args: tuple[Any, ...]) -> Iterator[tuple[str, Run]]:
     operands = DecodeOperands(*args)
-    call = decode_call(operands, captured=True)
+    call = of_any_size(decode_call(operands, captured=True))
     for backend in DECODE_BACKENDS:
         if backend.why_not(call) is None and backend.packages:
-            yield backend.name, lambda backend=backend: backend.run(operands)
+            plan = backend.plan(operands, 0) if backend.planner else None
+            yield backend.name, partial(backend.run, operands, plan)
 
 
 class Fa3:
@@ -191,6 +216,7 @@ class FlashMLA:
             self.metadata,
             softmax_scale=SCALE,
             causal=True,
+            use_legacy=True,
         )
         return out.flatten(0, 1), None
 
@@ -215,7 +241,14 @@ def product_rate() -> float:
     return 2 * 8192**3 / graph_us([lambda: a @ b], 0.5)
 
 
-def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, Any]:
+def measure(
+    case: Case,
+    bytes_per_us: float,
+    flops_per_us: float,
+    names: tuple[str, ...] | None = None,
+    seconds: float = 0.2,
+) -> dict[str, Any]:
+    """The floor, and times of the kernels with these names, by default of all."""
     tokens = sum(case.lengths)
     bytes_read = tokens * (RANK + ROPE) * 2
     flops = 2 * case.heads * case.q_len * tokens * (2 * RANK + ROPE)
@@ -226,13 +259,27 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, A
     copies = list(inputs(case, max(2, min(16, int(2e8 / bytes_read)))))
     want_out, want_lse = expected(copies[0])
     calls = [dict((*ours(args), *peers(case, args))) for args in copies]
-    for name in calls[0]:
+    for name in names or calls[0]:
         out, lse = calls[0][name]()
         error = relative_error(out, want_out)
         assert error < 2e-2, f"{name}: {case.title()}: error {error}"
         assert lse is None or (lse - want_lse).abs().max() < 1e-2, f"{name}: {case.title()}: lse"
-        row[name] = graph_us([of_copy[name] for of_copy in calls])
+        row[name] = graph_us([of_copy[name] for of_copy in calls], seconds)
     return row
+
+
+def choice(output: Path | None) -> None:
+    """Microseconds of `CHOICE`, and of FlashMLA's plan for all layers of a step."""
+    names = ("gluon", "flash_mla", "triton", "FlashMLA")
+    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
+    for case in CHOICE:
+        operands = DecodeOperands(*next(inputs(case, 1)))
+        plan_us = graph_us([partial(backend_named("flash_mla").plan, operands, 0)] * 8, _SECONDS)
+        row = measure(case, 1e9, 1e9, names, _SECONDS)
+        times = {name: round(row[name], 1) for name in names}
+        sizes = {"case": case.title(), "query_rows": case.heads * len(operands.q_latent)}
+        add_row(report, {**sizes, **times, "plan": round(plan_us, 1)}, output)
+        torch.cuda.empty_cache()
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -263,8 +310,14 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument(
+        "--choice", action="store_true", help="time only the backends that FlashMLA is chosen among"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.choice:
+        choice(args.output)
+        return
     rates = read_rate(), product_rate()
     report: dict[str, Any] = {
         "machine": {

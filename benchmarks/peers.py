@@ -63,8 +63,9 @@ FIGURES = {"steps": "ms_per_step", "prompts": "ms", "servers": "tokens_per_s"}
 """The figure of each part that tells the faster runner."""
 KEYS = ("part", "system", "weights", "drafts", "rows")
 """They identify a row of the output."""
-STEP_TOKENS, PROMPT_LEN, TINY_LEN = 16_384, 984, 40
+STEP_TOKENS, PROMPT_LEN = 16_384, 984
 WARM_UP, NEW_TOKENS, LEAST_STEPS = 8, 72, 8
+TINY_LEN, TINY_NEW_TOKENS = 40, 24
 REPETITIONS = 6
 
 
@@ -140,12 +141,12 @@ class OurEngine:
 System = OurEngine | vllm_engine.VllmEngine
 
 
-def steps(system: System, prompts: list[list[int]], drafts: int) -> dict[str, float]:
+def steps(system: System, prompts: list[list[int]], drafts: int, new_tokens: int) -> dict[str, float]:
     """Figures of the steps in which all rows decode."""
     for _ in range(2):  # compiles and captures
         list(system.run(prompts, WARM_UP))
     known, texts, results = [0] * len(prompts), list[list[int]](), list[tuple[float, int]]()
-    for texts in system.run(prompts, NEW_TOKENS):
+    for texts in system.run(prompts, new_tokens):
         now, lengths = time.perf_counter(), [len(text) for text in texts]
         if all(new > old for new, old in zip(lengths, known, strict=True)):
             results.append((now, sum(lengths)))
@@ -162,12 +163,12 @@ def steps(system: System, prompts: list[list[int]], drafts: int) -> dict[str, fl
     }
 
 
-def first_tokens(system: System, prompts: list[list[int]]) -> dict[str, float]:
+def first_tokens(system: System, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
     """Figures of the time until all rows have their first token."""
     times, length, num_steps = [], len(prompts[0]), 0
     for _ in range(REPETITIONS):
         began, elapsed, counts = time.perf_counter(), 0.0, set[int]()
-        for texts in system.run(prompts, NEW_TOKENS):
+        for texts in system.run(prompts, new_tokens):
             if not elapsed:
                 counts.add(sum(map(len, texts)))
                 elapsed = all(texts) * (time.perf_counter() - began)
@@ -194,7 +195,8 @@ def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
     bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
     torch.cuda.empty_cache()
     length = TINY_LEN if job.tiny else CONTEXT if job.part == "steps" else PROMPT_LEN
-    max_len = length + NEW_TOKENS + 8
+    new_tokens = TINY_NEW_TOKENS if job.tiny else NEW_TOKENS
+    max_len = length + new_tokens + 8
     with tempfile.TemporaryDirectory() as folder:
         if job.system == "vllm":
             vllm_engine.write_config(Path(folder), job.settings, job.weights)
@@ -206,9 +208,9 @@ def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
             prompts = [prompt[:length] for prompt in prompts_of(model, rows)]
             if job.part == "steps":
                 floor = floor_bytes(model, rows, length, drafts=job.drafts) / bandwidth
-                found = {"floor_ms": round(floor * 1e3, 3)} | steps(system, prompts, job.drafts)
+                found = {"floor_ms": round(floor * 1e3, 3)} | steps(system, prompts, job.drafts, new_tokens)
             else:
-                found = first_tokens(system, prompts)
+                found = first_tokens(system, prompts, new_tokens)
             take(job.row(rows, found))
 
 

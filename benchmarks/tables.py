@@ -753,6 +753,33 @@ def eagle3_step() -> str:
     )
 
 
+def decode_choice() -> str:
+    """FlashMLA beside the Hopper kernel."""
+    report = result("decode_choice")
+    lines = (
+        (row["case"], *(fixed(row[name], 1) for name in ("gluon", "flash_mla", "FlashMLA", "plan")))
+        for row in report["rows"]
+    )
+    return sentences(f"{report['gpu']}, torch {report['torch']}; microseconds, plans once a step:") + table(
+        ["case", "`gluon`", "`flash_mla`", "its kernel alone", "its plan"], lines
+    )
+
+
+def families() -> str:
+    """All model types with MLA in transformers."""
+    report = result("families")
+    lines = [
+        (
+            f"`{row['model_type']}`",
+            _yes(row["load_model"]),
+            "yes" if row["accelerate"] else f"refused: {row['refused']}",
+        )
+        for row in report["rows"]
+    ]
+    heading = sentences(f"All model types with MLA in transformers {report['transformers']}:")
+    return heading + table(["`model_type`", "`load_model`", "`accelerate`"], lines)
+
+
 PEERS = {
     "steps": {
         "ms_per_step": "ms a step",
@@ -904,6 +931,7 @@ def _yes(value: bool) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
+    "families": families,
     "figures": figures,
     "fp8_step": fp8_step,
     "eagle3_step": eagle3_step,
@@ -923,6 +951,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "transformers_generate.glm": lambda: _transformers("glm"),
     "transformers_generate.v3": lambda: _transformers("v3"),
     "decode": decode,
+    "decode_choice": decode_choice,
     "prefill": prefill,
     "mtp_iteration": mtp_iteration,
     "batch_invariance": batch_invariance,

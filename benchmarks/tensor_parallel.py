@@ -62,6 +62,7 @@ CONTEXT, PROMPT = 1000, 960
 WARM_UP, TIMED, TRACED = 12, 64, 4
 """Steps in which all rows decode."""
 JUDGED_ROWS, JUDGED_TOKENS = 4, 64
+TINY_TIMED, TINY_JUDGED_TOKENS = 8, 16
 COLLECTIVE = re.compile(r"(?!triton_).*(nccl|all_?reduce|all_?gather|collective)", re.IGNORECASE)
 """Names of collective kernels. Inductor's kernels are named after their ops, and are not collectives."""
 T = TypeVar("T")
@@ -119,10 +120,19 @@ class Job:
         return EngineConfig(
             num_speculative_tokens=k,
             max_rows=max(self.batches),
-            max_model_len=PROMPT + new_tokens(max(self.batches), k),
+            max_model_len=PROMPT + self.new_tokens(max(self.batches), k),
             page_size=PAGE_SIZE,
             prefix_caching=False,
         )
+
+    @property
+    def steps(self) -> int:
+        """Steps until the last of those that are timed."""
+        return WARM_UP + (TINY_TIMED if self.tiny else TIMED)
+
+    def new_tokens(self, rows: int, k: int) -> int:
+        """Room for all steps and for those in which the first rows decode while others prefill."""
+        return (self.steps + TRACED + 4 + 2 * rows * PROMPT // 2048) * (1 + k)
 
     def row(self, what: str, k: int, **more: object) -> dict[str, Any]:
         return {
@@ -134,11 +144,6 @@ class Job:
             "k": k,
             **more,
         }
-
-
-def new_tokens(rows: int, k: int) -> int:
-    """Room for all steps and for those in which the first rows decode while others prefill."""
-    return (WARM_UP + TIMED + TRACED + 4 + 2 * rows * PROMPT // 2048) * (1 + k)
 
 
 def led(
@@ -198,11 +203,12 @@ def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> No
     settings = settings_of(job.shape, job.judged_layers, tiny=job.tiny)
     model = random_model(settings, job.weights, mtp=job.has_mtp, device=DEVICE, parallel=parallel)
     prompts = prompts_of(JUDGED_ROWS, model.vocab_size)
+    num_tokens = TINY_JUDGED_TOKENS if job.tiny else JUDGED_TOKENS
 
     def generated(engine: Engine) -> list[list[int]]:
         for count in (4, 4):  # a size of prompts is recorded when it comes again
             engine.generate(prompts, max_new_tokens=count)
-        return [one.token_ids for one in engine.generate(prompts, max_new_tokens=JUDGED_TOKENS)]
+        return [one.token_ids for one in engine.generate(prompts, max_new_tokens=num_tokens)]
 
     generations = []
     for k in job.drafts:
@@ -271,7 +277,7 @@ def timed(job: Job, group: Group, store: Store, k: int, engine: Engine) -> dict[
         bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
         free()
         for batch in job.batches:
-            texts, figures = decoded(engine, prompts[:batch], k)
+            texts, figures = decoded(job, engine, prompts[:batch], k)
             generations.append(texts)
             floor = floor_bytes(model, batch, CONTEXT, drafts=k) / bandwidth * 1e3
             if group.rank == 0:
@@ -285,10 +291,12 @@ def rehearse(engine: Engine, prompts: list[list[int]], k: int) -> None:
     engine.generate(short, max_new_tokens=8 * (1 + k))
 
 
-def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list[int]], dict[str, float]]:
+def decoded(
+    job: Job, engine: Engine, prompts: list[list[int]], k: int
+) -> tuple[list[list[int]], dict[str, float]]:
     """The new tokens of the prompts, and times of steps in which all rows decode."""
     marks = Marks()
-    requests = [engine.add(prompt, max_new_tokens=new_tokens(len(prompts), k)) for prompt in prompts]
+    requests = [engine.add(prompt, max_new_tokens=job.new_tokens(len(prompts), k)) for prompt in prompts]
 
     def step() -> None:
         engine.step()
@@ -297,7 +305,7 @@ def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list
             raise RuntimeError(f"a request has ended before its time: {ended[0]}")
 
     with marks.after_launches(len(prompts)):
-        while len(marks) <= WARM_UP + TIMED:
+        while len(marks) <= job.steps:
             step()
     wait()
     on_gpu = DEVICE == "cuda"

@@ -206,6 +206,14 @@ def padded_prompt_tokens(count: int, most: int | None = None) -> int:
     return most if most is not None and max(count, MIN_TOKENS) <= most < size else size
 
 
+def prompt_sizes(most: int) -> list[int]:
+    """The padded sizes of up to `most` prompt tokens, ascending."""
+    sizes = [padded_prompt_tokens(1, most)]
+    while sizes[-1] < most:
+        sizes.append(padded_prompt_tokens(sizes[-1] + 1, most))
+    return sizes
+
+
 def fitting_prompt_tokens(room: int) -> int:
     """The largest padded size that is at most `room`; `room` itself if all are larger."""
     unit = 1 << max(4, room.bit_length() - 3)
@@ -219,16 +227,18 @@ def prompt_padding(
     capacity: int,
     pad: bool,
     most: int | None = None,
+    least: int = 0,
 ) -> dict[str, int]:
     """The sizes that `prefill_segment` pads to: few, as a CUDA graph is recorded for each; the minimum without `pad`.
 
     The number of chunks, padding chunks included, is padded to a power of four; keys, if some are cached, to a power of
-    two. capacity: maximum tokens of a row. most: see `padded_prompt_tokens`.
+    two. capacity: maximum tokens of a row. most: see `padded_prompt_tokens`. least: pad as for at least this many
+    tokens.
     """
     if not pad:
         return {"num_tokens": MIN_TOKENS}
     count = sum(chunk_lens)
-    tokens = padded_prompt_tokens(count, most)
+    tokens = padded_prompt_tokens(max(count, least), most)
     keys = tokens
     if any(num_cached):
         keys = max(1024, padded_rows(count + sum(cached % MAX_KEYS for cached in num_cached)))

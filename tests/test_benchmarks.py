@@ -1,16 +1,18 @@
 """The code of the benchmarks around the measurements."""
 
 import json
-import subprocess
+import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks import loading, peers, random_checkpoint, tables, transformers_generate
+from benchmarks import loading, peers, random_checkpoint, tables, tensor_parallel, transformers_generate
 from benchmarks.processes import ProcessFailed, run
 from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row
@@ -95,6 +97,14 @@ def test_a_failed_process_ends_the_others_and_its_log_is_in_the_error() -> None:
     assert time.perf_counter() - began < 30
 
 
+def command(monkeypatch: pytest.MonkeyPatch, module: ModuleType, options: str) -> None:
+    """Runs a benchmark as its command does, with its measuring processes, but in this one: imports take seconds."""
+    with monkeypatch.context() as patched, patch.dict(os.environ):
+        patched.chdir(ROOT)
+        patched.setattr(sys, "argv", [module.__name__, *options.split()])
+        module.main()
+
+
 @pytest.mark.long
 def test_two_processes_that_share_a_model_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,11 +113,8 @@ def test_two_processes_that_share_a_model_are_measured(
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     options = "--tiny --parts glm v2 --weights fp8 --batches 1 2 --drafts 0 --layers 2 --judged-layers 2"
-    command = [sys.executable, "-m", "benchmarks.tensor_parallel", *options.split()]
-    done = subprocess.run(
-        [*command, "--output", file, "--plot", picture], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options += f" --output {file} --plot {picture}"
+    command(monkeypatch, tensor_parallel, options)
     report = json.loads(file.read_text())
     engines = [row for row in report["rows"] if row["what"] == "engine"]
     assert [(row["shape"], row["gpus"], row["same_latents"]) for row in engines] == [
@@ -130,9 +137,7 @@ def test_steps_and_prompts_are_measured_with_checks_of_the_work(
     file = tmp_path / "peers.json"
     for options in ("--part steps --drafts 1", "--part prompts"):
         options += f" --systems ours --weights fp8 --tiny --layers 2 --rows 1 2 --output {file}"
-        command = [sys.executable, "-m", "benchmarks.peers", *options.split()]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        command(monkeypatch, peers, options)
     *of_steps, alone, both = json.loads(file.read_text())["rows"]
     assert len(of_steps) == 2 and [alone["tokens_per_step"], both["tokens_per_step"]] == [40, 80]
     for row in of_steps:

@@ -47,7 +47,7 @@ layers.0 ... layers.2: 3 calls, all the same
            mla_decode   q_latent [6, 3, 16], q_pe [6, 3, 4] -> [6, 3, 16]
            up-project   [6, 3, 16] @ w_uv [3, 16, 5] -> [6, 3, 5]
   prefill  mla_prefill  q [4, 3, 10], 6 keys read -> [4, 3, 5]
-  join     cat          [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
+  join     mla_prefill  [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
 
 nodes after each pass
   op              captured  split_prefill_decode
@@ -55,7 +55,7 @@ nodes after each pass
   mla_attention          3                     -
   mla_decode             -                     3
   mla_prefill            -                     3
-  cat                    -                     7
+  cat                    -                     4
   getitem               12                    27
   matmul_by_head         -                     6
   split                  6                    12

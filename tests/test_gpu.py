@@ -450,19 +450,59 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
     assert has_prompts == {False, True}
 
 
-def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("flashinfer")
-    from mla_compile.ops.attention.kernels import flashinfer_mla
-
+def wide_model() -> MLAForCausalLM:
+    """A small model with the widths of DeepSeek's attention, and an MTP layer, in bfloat16."""
     config = copy.deepcopy(tiny_config())
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 72, "head_dim": 64}
     for name, size in {**sizes, "num_attention_heads": 16, "num_key_value_heads": 16}.items():
         setattr(config, name, size)
     model = MLAForCausalLM(config, mtp=True)
     randomize(model, 0)
-    model = model.to("cuda", torch.bfloat16)
+    return model.to("cuda", torch.bfloat16)
+
+
+def test_flash_mla_serves_steps_of_many_query_rows_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiled step: its graph for 8 rows has FlashMLA's plan, those for fewer rows do not."""
+    pytest.importorskip("flash_mla")
+    from mla_compile.ops.attention import decode_backends
+    from mla_compile.ops.attention.kernels import flash_mla
+
+    monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 8 * 3 * 16)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3 * 16)
+    planner, plans = flash_mla.PLANNER, []
+
+    def plan(operands: DecodeOperands, place: int) -> list[torch.Tensor]:
+        plans.append(len(operands.seq_lens))
+        return planner.plan(operands, place)
+
+    monkeypatch.setattr(flash_mla, "PLANNER", planner._replace(plan=plan))
+    model = wide_model()
+    prompts = [[1, 2, 3, 4, 5 + i][: 1 + i % 5] for i in range(8)]
+    found = []
+    for backend in (None, "gluon"):
+        engine = Engine(
+            model,
+            num_speculative_tokens=2,
+            max_rows=8,
+            max_model_len=128,
+            page_size=64,
+            decode_backend=backend,
+        )
+        engine.warm_up(prompts=False)
+        found.append(engine.generate(prompts, max_new_tokens=8))
+        assert any(bucket.is_captured for bucket in engine.capture_report().buckets)
+    assert set(plans) == {8}
+    agreeing = sum(a == b for x, y in zip(*found) for a, b in zip(x.token_ids, y.token_ids))
+    assert agreeing >= 8 * 4, "near-ties may flip in bfloat16"
+
+
+def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("flashinfer")
+    from mla_compile.ops.attention.kernels import flashinfer_mla
+
+    model = wide_model()
     plans: list[int] = []
     planner = flashinfer_mla.PLANNER
 

@@ -40,7 +40,9 @@ from mla_compile.ops.linear.norm_linear import norm_linear
 from mla_compile.ops.linear.tiles import many_block_tiles, matmul_tiles
 from mla_compile.ops.norm.rms_norm import fused_add_rms_norm
 from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
+from mla_compile.ops.sampling.sample import sample_tokens, sample_tokens_op, sample_torch
 from tests.kernel_cases import (
+    BACKENDS,
     HUGE,
     MaskedCase,
     MoeCase,
@@ -62,6 +64,7 @@ from tests.kernel_cases import (
     prefill_metadata_args,
 )
 from tests.ops import row_argmax as argmax_rows
+from tests.ops import sample_tokens as samples
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 from tests.ops.norm_linear import check as check_norm_linear
 from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
@@ -225,6 +228,31 @@ def test_a_backend_that_may_not_be_captured_is_refused_while_a_graph_is_recorded
     *tensors, q_lens, q_len, scale = case.args()
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(MLAError, match="got flashinfer, which"):
         mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens, backend="flashinfer")
+
+
+@pytest.mark.parametrize("scale", [192**-0.5, 576**-0.5, 0.02])
+@pytest.mark.parametrize(("heads", "q_len"), [(20, 4), (16, 4), (128, 2)])
+def test_flash_mla_hides_keys_about_the_borders_of_pages_and_splits(
+    heads: int, q_len: int, scale: float
+) -> None:
+    """Some parts of a row hold no key that its first tokens see."""
+    subject = on_the_gpu(BACKENDS["flash_mla"])
+    for rows in (1, 40):
+        lengths = [64 * (1 + i % 50) + i % 6 - 1 for i in range(rows)]
+        q_lens = [q_len - i % 2 for i in range(rows)]
+        case = subject.case([*lengths, 3000, 2, 0], heads=heads, q_len=q_len, q_lens=[*q_lens, q_len, 2, 0])
+        scaled = replace(case, softmax_scale=scale)
+        check_decode(scaled, subject.run(scaled))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_sizes_of_flash_mlas_plan_follow_from_sizes_of_the_call(heads: int, q_len: int) -> None:
+    backend = on_the_gpu(BACKENDS["flash_mla"]).backend
+    sizes = {"rank": 512, "rope": 64, "page_size": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    operands = decode_case([500, 3, 0], q_len=q_len, heads=heads, **sizes).operands()
+    for plan, like in zip(backend.plan(operands, 0), backend.plan(operands, 0, unused=True), strict=True):
+        assert (plan.shape, plan.dtype, plan.device) == (like.shape, like.dtype, like.device)
 
 
 def masked_decode(case: MaskedCase) -> torch.Tensor:
@@ -632,6 +660,37 @@ def test_a_captured_argmax_serves_other_numbers_at_replay() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(out, x.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 1000])
+def test_the_best_of_the_ids_that_filters_keep(vocab: int) -> None:
+    args = tuple(x.cuda() for x in samples.args_of_all(vocab))
+    assert is_triton("sample_tokens", *args)
+    samples.check(sample_tokens, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sampled_tokens_of_real_vocabularies(dtype: torch.dtype) -> None:
+    for vocab in argmax_rows.VOCABULARIES:
+        args = tuple(x.cuda() for x in samples.sample_args(16, 4, vocab, dtype))
+        assert torch.equal(sample_tokens(*args), sample_torch(*args))
+        samples.check_shapes(sample_tokens, args)
+    samples.check_not_finite(lambda *args: sample_tokens(*(x.cuda() for x in args)), dtype)
+
+
+def test_captured_sampling_serves_other_logits_and_parameters_at_replay() -> None:
+    args = tuple(x.cuda() for x in samples.sample_args(16, 4, 3001))
+    sample_tokens_op(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample_tokens_op(*args)
+    for _ in range(3):
+        args[0].normal_(std=3)
+        for parameter in args[1:]:
+            parameter.copy_(parameter.roll(1, 0))
+        graph.replay()
+        assert torch.equal(out, sample_torch(*args))
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64])

@@ -35,7 +35,7 @@ OPS_LEVELS = [
     {"batch_invariant", "dependent_launch", "validate"},
     {"library"},
     {"materialize", "reductions", "collectives"},
-    {"norm"},
+    {"norm", "sampling"},
     {"linear"},
     {"attention", "experts"},
 ]

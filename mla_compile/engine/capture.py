@@ -31,8 +31,11 @@ _Shape = tuple[int, int, int, int]
 CALLS_TO_RECORD = 2
 """A bucket's first call runs as it is, which compiles the step and loads its kernels; the second is recorded."""
 
+LONG_PROMPT = 4096
+"""Prompt tokens from which kernels take longer than the host needs to launch them, several times over."""
+
 SPENT = "the budget is spent"
-LONG = f"prompts of more than {MAX_KEYS:,} keys, whose kernels take longer than the host does"
+LONG = f"prompts of {LONG_PROMPT:,} tokens, or more than {MAX_KEYS:,} keys: kernels take longer than the host does"
 REFUSED = "torch recorded no graph"
 
 _ONE_RECORDS = threading.Lock()
@@ -86,7 +89,7 @@ class Captures:
         """Why no graph of a bucket may be recorded now; None if one may be."""
         if self.why_not is not None:
             return self.why_not
-        if bucket.prompt_keys > MAX_KEYS:
+        if bucket.prompt_tokens >= LONG_PROMPT or bucket.prompt_keys > MAX_KEYS:
             return LONG
         return SPENT if self._is_spent(of_prompts=bucket.prompt_tokens > 0) else None
 

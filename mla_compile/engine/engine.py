@@ -329,7 +329,7 @@ class Engine:
         """Compile the steps, and capture them for all bucket row counts. No cache is read or written.
 
         Afterwards no request waits for a compilation. If CUDA graphs are recorded, steps with prompts are compiled too,
-        and captured on their second calls.
+        run once for each padded size, and captured on their second calls unless they are long.
 
         Args:
             sampling: compile only what requests with these parameters need, without grammars; None for every request.

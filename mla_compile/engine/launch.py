@@ -15,6 +15,7 @@ from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.steps import Steps
 from mla_compile.engine.weights import Weights
+from mla_compile.packing import prompt_sizes
 from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import MAX_LOGPROBS
 from mla_compile.speculate import (
@@ -134,7 +135,8 @@ class Launcher:
         """Compile steps, and capture them for all bucket row counts, largest first.
 
         kinds: whether they sample. prompts: if compiling steps with prompts pays, compile them too, with a prompt that
-        is only padding. parts: also compile steps between whose parts the host reads logits.
+        is only padding, and run each size once, so that all kernels are loaded. parts: also compile steps between whose
+        parts the host reads logits.
         """
         steps = self.steps
         steps.check_again()
@@ -150,13 +152,22 @@ class Launcher:
             if steps.compiles_in_background:
                 steps.compile_parts(sampled, inference=torch.is_inference_mode_enabled())
             if prompts and steps.compiles_prompts:
-                # Any size serves here: each is captured on first use.
+                # Any size serves here: each is captured on first use, for each number of rows.
                 state = steps.state_for(1, sampled=sampled)
-                chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
-                chunks.bounds.zero_()  # it is padding
+                chunks = self._padding(state)
                 steps.whole(sampled=sampled, prompts=True)(state, chunks)
                 if parts:
                     self._run_parts(sampled, state, chunks)
+                # The kernels of prompts are the same whether rows sample or not.
+                sizes = prompt_sizes(self._config.prompt_tokens_per_step)
+                for size in sizes if steps.pads and sampled == kinds[0] else ():
+                    steps.uncaptured(sampled=sampled)(state, self._padding(state, size))
+
+    def _padding(self, state: DecodeState, num_tokens: int = 0) -> PackedChunks:
+        """A prompt of at least so many tokens that is only padding."""
+        chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state, num_tokens)
+        chunks.bounds.zero_()
+        return chunks
 
     def _run_parts(self, sampled: bool, state: DecodeState, *chunks: PackedChunks) -> None:
         """A step with logits read between its parts."""
@@ -167,7 +178,7 @@ class Launcher:
             self.steps.choose_targets(state, logits, allowed, sampled=sampled)
         self.steps.advance(targets, output, state, *chunks, sampled=sampled)
 
-    def _pack(self, chunks: Sequence[PromptChunk], state: DecodeState) -> PackedChunks:
+    def _pack(self, chunks: Sequence[PromptChunk], state: DecodeState, least: int = 0) -> PackedChunks:
         pads = self.steps.pads
         return PackedChunks.pack(
             chunks,
@@ -175,5 +186,6 @@ class Launcher:
             page_size=self._config.page_size,
             pad=pads,
             most=self._config.prompt_tokens_per_step,
+            least=least,
             kept=self._chunks if pads else None,
         )

@@ -97,6 +97,10 @@ class Steps:
             step = self._capturing(f"mixed, {_kind(sampled)}", step)
         return step if self.around is None else self.around(step, self._decoders[sampled])
 
+    def uncaptured(self, *, sampled: bool) -> StepCall:
+        """`whole` without CUDA graphs."""
+        return self._steps[sampled]
+
     def _step(self, sampled: bool, state: DecodeState, packed: PackedChunks | None = None) -> None:
         logits, output = self._verify(state, packed)
         targets = self.choose_targets(state, logits, None, sampled=sampled)

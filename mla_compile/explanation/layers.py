@@ -176,12 +176,13 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
     if node is None:
         return None
     given = op_arguments(node)
+    tokens, (_, heads, width) = shapes.first_size(given["q"]), tensor_of(node).shape
     return Prefill(
         chunks=shapes.size(tensor_of(given["cu_seqlens_q"]).shape[0] - 1),
-        tokens=shapes.first_size(given["q"]),
+        tokens=tokens,
         q=shapes.shape(given["q"]),
         keys=shapes.size(tensor_of(given["key_slots"]).shape[1]),
-        out=shapes.shape(node),
+        out=f"[{tokens}, {shapes.size(heads)}, {shapes.size(width)}]",
     )
 
 

@@ -61,7 +61,7 @@ def _panel(panel: ET.Element, group: Group) -> ET.Element:
     for part in panel.findall(f"{{{_SVG}}}g"):
         if part.get("class") in absent:
             panel.remove(part)
-    join = "cat" if decode and prefill else "nothing to join"
+    join = "written to one tensor" if decode and prefill else "nothing to join"
     words = {**vars(layer), "title": group.title, "join": join}
     for kind, segment in (("decode", decode), ("prefill", prefill)):
         words |= {} if segment is None else {f"{kind}_{name}": size for name, size in vars(segment).items()}

@@ -41,7 +41,7 @@ def _group(group: Group) -> Iterator[str]:
     if prefill:
         yield f"  prefill  mla_prefill  q {prefill.q}, {counted(prefill.keys, 'key')} read -> {prefill.out}"
     if decode and prefill:
-        yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
+        yield f"  join     mla_prefill  {decode.out} + {prefill.out} -> {layer.out}"
 
 
 def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 SAME_AS = {name: name for name in MODEL_TYPES} | {"kimi_k2": "deepseek_v3"}
 """How each `model_type` of a checkpoint is read. Kimi-K2 has DeepSeek-V3's architecture under another name."""
+WRAPPERS = {"kimi_k25": "language_model."}
+"""Model types with a text model among others, whose config is `text_config`: the prefix of its tensors' names."""
 
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
 """The families with an indexer, and whether the rotated pairs of its queries and keys are adjacent."""

@@ -11,7 +11,7 @@ from mla_compile.defaults import default_dtype
 from mla_compile.errors import MLAError, first_line
 from mla_compile.hub import download_hint, find_checkpoint
 from mla_compile.models import fp8
-from mla_compile.models.architecture import SAME_AS, Architecture
+from mla_compile.models.architecture import SAME_AS, WRAPPERS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.files import MAX_CONFIG, read_object
 from mla_compile.models.generation_config import read_generation_config
@@ -64,6 +64,8 @@ def load_model(
     parallel: Parallel | None = None,
 ) -> MLAForCausalLM:
     """Load a checkpoint of a family of docs/checkpoints.md: `config.json` and safetensors files.
+
+    Of Kimi-K2.5 and its successors (`kimi_k25`) the text model is loaded, and images are not supported.
 
     FP8 weights with a scale for each block of 128 x 128 stay FP8; those with other blocks are dequantised. The config
     is checked before any other file is opened, and every tensor by its header before the first one is read.
@@ -155,7 +157,7 @@ def open_checkpoint(
     config, block = read_config(directory)
     _check_quantize(settings.quantize, settings.dequantize, block)
     sampling, stop_ids = read_generation_config(directory, config, settings.generation_config)
-    files = SafetensorFiles(directory)
+    files = SafetensorFiles(directory, _prefix_of(directory))
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
         raise MLAError("mtp", "True, False or None", f"{mtp!r:.80}")
@@ -195,11 +197,17 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
         MLAError: no directory, no config, or a bad setting, with the file and the setting named.
     """
     file = directory / CONFIG
-    raw = raw_config(directory, "a checkpoint's config", "use a directory in Hugging Face format")
-    prefix = f"{file}: "
-    model_type = raw.get("model_type")
+    raw = _raw(directory)
+    prefix, model_type, known_types = f"{file}: ", raw.get("model_type"), (*SAME_AS, *WRAPPERS)
+    if isinstance(model_type, str) and model_type in WRAPPERS:
+        text = raw.get("text_config")
+        if not isinstance(text, dict):
+            raise MLAError(f"{prefix}text_config", "an object", f"{text!r:.80}")
+        outer = {name: raw[name] for name in fp8.QUANTIZATION if name in raw}
+        raw, prefix, known_types = outer | text, f"{prefix}text_config.", tuple(SAME_AS)
+        model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in SAME_AS:
-        raise MLAError(f"{prefix}model_type", "one of " + ", ".join(SAME_AS), f"{model_type!r:.80}")
+        raise MLAError(f"{prefix}model_type", "one of " + ", ".join(known_types), f"{model_type!r:.80}")
     check_settings(raw, SETTINGS, prefix)
     block = fp8.block_size_of(raw, prefix)
     known = {name: raw[name] for name in SETTINGS if name in raw} | rope_settings(raw, prefix)
@@ -211,6 +219,15 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     config = transformers_config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
+
+
+def _raw(directory: Path) -> dict[str, Any]:
+    return raw_config(directory, "a checkpoint's config", "use a directory in Hugging Face format")
+
+
+def _prefix_of(directory: Path) -> str:
+    """The prefix of the text model's tensors; `read_config` has accepted the config."""
+    return WRAPPERS.get(_raw(directory)["model_type"], "")
 
 
 def raw_config(directory: Path, expected: str, hint: str) -> dict[str, Any]:

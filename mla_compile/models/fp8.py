@@ -17,6 +17,8 @@ from mla_compile.ops.linear.fp8_linear import fp8_linear
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of the name of a weight's scales. Despite the name they multiply the weight: they are the inverse of the
 quantisation scales."""
+QUANTIZATION = ("quantization_config", "compression_config")
+"""The settings of a config.json that may say how weights are quantised."""
 _PLAIN = ("kv_b_proj", "lm_head", "weights_proj")
 """Layers that are never FP8 here: the heads of `kv_b_proj`, 192 output features each, straddle blocks, and some models
 share `lm_head` with the embedding, and an indexer's weights of heads are computed in float32."""
@@ -87,7 +89,7 @@ def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | N
     Raises:
         MLAError: any other quantisation, with `prefix` before the setting's name.
     """
-    key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
+    key = next((key for key in QUANTIZATION if config.get(key)), None)
     if key is None:
         return None
     name, quantization = f"{prefix}{key}", config[key]

@@ -33,6 +33,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     file: Any  # safetensors' handle, which has no public type
+    name: str  # in the file
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -46,8 +47,10 @@ class Entry:
 class SafetensorFiles:
     """Reads the headers of all files at once, and tensors one by one, so that no second copy of a model exists."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prefix: str = "") -> None:
         """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors`.
+
+        prefix: of the tensors to list, by their names without it.
 
         Raises:
             MLAError: no file; one that is missing, outside the directory, of another length than in its header, or
@@ -59,23 +62,29 @@ class SafetensorFiles:
             try:
                 _check_header(real, path)
                 file: Any = safe_open(real, framework="pt", device="cpu")
-                for tensor in file.keys():  # noqa: SIM118, a handle is no dict
+                for stored in file.keys():  # noqa: SIM118, a handle is no dict
+                    if not stored.startswith(prefix):
+                        continue
+                    tensor = stored.removeprefix(prefix)
                     if tensor in self.entries:
-                        raise MLAError(str(path), "each tensor in one file", f"a second {tensor}")
-                    header = file.get_slice(tensor)
-                    self.entries[tensor] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
+                        raise MLAError(str(path), "each tensor in one file", f"a second {stored}")
+                    header = file.get_slice(stored)
+                    shape = tuple(header.get_shape())
+                    self.entries[tensor] = Entry(shape, header.get_dtype(), file, stored)
             except (OSError, SafetensorError) as error:
                 hint = download_hint(directory)
                 raise MLAError(str(path), "a readable safetensors file", error, hint) from error
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU; its memory is the file's, mapped."""
-        tensor: Tensor = self.entries[name].file.get_tensor(name)
+        entry = self.entries[name]
+        tensor: Tensor = entry.file.get_tensor(entry.name)
         return tensor
 
     def read_range(self, name: str, dim: int, begin: int, end: int) -> Tensor:
         """Indices `begin` to `end` of the tensor along `dim`, like `read`; the rest of it is not read."""
-        whole = self.entries[name].file.get_slice(name)
+        entry = self.entries[name]
+        whole = entry.file.get_slice(entry.name)
         part: Tensor = whole[(*(slice(None),) * dim, slice(begin, end))]
         return part
 

@@ -11,6 +11,7 @@ from mla_compile.ops.collectives import collectives as _collectives  # noqa: F40
 from mla_compile.ops.experts import moe, norm_router  # noqa: F401
 from mla_compile.ops.linear import norm_linear  # noqa: F401
 from mla_compile.ops.reductions import last_dim  # noqa: F401
+from mla_compile.ops.sampling import sample  # noqa: F401
 
 __all__ = [
     "decode_segment",

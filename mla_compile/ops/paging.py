@@ -77,6 +77,13 @@ def check_capacity(name: str, longest: int, columns: int, page_size: int) -> Non
         raise MLAError(name, expected, longest, "widen block_table")
 
 
+def check_alignment(kv_cache: Tensor) -> None:
+    """Raises `MLAError` if bulk copies cannot read a cache: they need an address divisible by 16."""
+    if kv_cache.data_ptr() % 16:
+        hint = "give it storage of its own, or select another backend"
+        raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), hint)
+
+
 def gather_latents(kv_cache: Tensor, block_table: Tensor, columns: int, seq_lens: Tensor) -> Tensor:
     """Latents of the pages in the first `columns` of the table, `[rows, columns * page_size, width]`.
 

@@ -74,11 +74,11 @@ def passes_for(
         passes = PASSES if ours else [absorb_mla]
     # They run last: they rewrite calls that other passes emit.
     bound: list[Pass] = []
-    if ours:
-        bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     if batch_invariant:
         # This includes norms that have no kernel, and those that a user's list of passes has left.
         bound += [partial(fuse_rms_norm, require_kernel=False), fuse_all_reduce, make_batch_invariant]
+    if ours:
+        bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     return [*passes, *bound]
 
 

@@ -6,8 +6,8 @@
     q2 ─> mla_decode(..., backend=None)      q1 ─> mla_decode(..., "flashinfer", plan)
                                              q2 ─> mla_decode(..., "flashinfer", plan)
 
-The pass runs after those that emit decode calls; only the batch-invariant passes follow. A call without a named
-backend gets the plan of its default backend, if that one plans.
+The pass runs last: batch-invariant calls have other backends. A call without a named backend gets the plan of its
+automatic choice, if that one plans. The choice is left to the call, which knows its number of rows.
 
 The name and the plan are arguments of the node, so graphs with different choices have different keys in Inductor's
 caches. The op's fake implementation raises an error at compile time if a backend cannot run the call.
@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.ops.attention.decode import decode_op, decode_plan_op
-from mla_compile.ops.attention.decode_backends import decode_call, select_backend
+from mla_compile.ops.attention.decode_backends import QUERY_ROWS, decode_call, select_backend
 from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
@@ -60,12 +60,14 @@ def plan_decode(
         chosen = select_backend(call, requested).chosen
         if not chosen.planner or given["plan"] is not None:
             continue
+        if requested is None and not chosen.constraints.keys() <= {*call.facts, QUERY_ROWS}:
+            continue  # a size that is symbolic may rule it out in a call
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]
         # As text, since comparing symbolic sizes would add a guard.
         key = str((operands[3:], sizes, values.q_latent.dtype, chosen.name))
         if key not in plans:
-            plans[key] = inline(node, decode_plan_op, (*operands, len(plans), chosen.name))
-        _change(node, backend=chosen.name, plan=plans[key])
+            plans[key] = inline(node, decode_plan_op, (*operands, len(plans), requested))
+        _change(node, plan=plans[key])
     return gm
 
 

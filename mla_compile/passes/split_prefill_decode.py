@@ -4,11 +4,12 @@
 
     q, kv ──> mla_attention ──> o     kv ──> mla_append ──> (cache)
                                       q ──> split ─┬─> absorb (w_uk) ──> mla_decode ──> w_uv ──┐
-                                                   └─> cat ──> mla_prefill (w_uk, w_uv) ───────┴─> cat ──> o
+                                                   └─> cat ──> mla_prefill (w_uk, w_uv) <──────┘ ──> o
 
-A segment that the batch lacks (its metadata is None) is not built, and then there is no split and no cat. Both segments
-share one append, one query projection and one `o_proj`. Absorbing and up-projecting are `matmul_by_head`.
-`rotate_queries` removes the cat of queries if their parts are adjacent in memory.
+A segment that the batch lacks (its metadata is None) is not built, and then there is no split. `mla_prefill` writes its
+result behind that of the decode rows, as joining two results would copy both. Both segments share one append, one query
+projection and one `o_proj`. Absorbing and up-projecting are `matmul_by_head`. `rotate_queries` removes the cat of
+queries if their parts are adjacent in memory.
 
 The new nodes are those of `mla_compile.ops.attention.mla_attention.lower_mla_attention`, which eager calls run.
 """

@@ -94,12 +94,14 @@ class PackedChunks:
         page_size: int,
         pad: bool = False,
         most: int | None = None,
+        least: int = 0,
         kept: "MutableMapping[tuple[int, ...], PackedChunks] | None" = None,
     ) -> "PackedChunks":
         """Pack chunks of rows of `state`, at most one per row and none empty. The step reads the state's block tables.
 
         pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few numbers should occur.
-        most: a frequent number of tokens; chunks with exactly this number are not padded further.
+        most: a frequent number of tokens; chunks with exactly this number are not padded further. least: chunks are
+            padded as if they had at least this many tokens.
         kept: cache of packed chunks by their sizes: chunks of the same sizes are written to the same tensors, since
             captured graphs hold their addresses. Keys in more than one part, for which no graph is recorded, are not
             kept.
@@ -110,7 +112,7 @@ class PackedChunks:
         rows, max_pages = state.block_table.shape
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
         capacity = max_pages * page_size
-        padded = prompt_padding(counts, starts, capacity=capacity, pad=pad, most=most)
+        padded = prompt_padding(counts, starts, capacity=capacity, pad=pad, most=most, least=least)
         lens, bounds = chunk_lens_and_bounds(
             counts,
             starts,

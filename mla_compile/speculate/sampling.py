@@ -1,8 +1,8 @@
 """Sampling whose noise depends only on (seed, position, vocabulary id), so that speculation changes no token.
 
 A token is `argmax(logits / temperature + gumbel)` over the ids that min-p, top-k and top-p keep (the Gumbel-max trick:
-the argmax is distributed as the softmax). Penalties change the logits before. Parameters have the meaning of vLLM's
-`SamplingParams`, and are applied in the order of its sampler (`vllm/v1/sample/sampler.py`).
+the argmax is distributed as the softmax): the op `sample_tokens`. Penalties change the logits before. Parameters have
+the meaning of vLLM's `SamplingParams`, and are applied in the order of its sampler (`vllm/v1/sample/sampler.py`).
 
 Plain decoding, verification and drafting use the same noise at the same position, so a draft whose logits agree with
 the target's also agrees with its sample.
@@ -16,54 +16,8 @@ from torch import Tensor
 
 from mla_compile.ops.ordering import distinct_keys, indices_of
 from mla_compile.ops.reductions.last_dim import row_argmax
+from mla_compile.ops.sampling.sample import masses, sample_tokens
 from mla_compile.speculate.state import DecodeState
-
-_MASK = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit hash in int64 arithmetic (xor-shift-multiply; the factors keep products below 2**63)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x31848BAB) & _MASK
-    return x ^ (x >> 14)
-
-
-def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 `[*position.shape, vocab_size]`.
-
-    seed: int64, broadcastable to `position`; position: int64, of the token that is being sampled.
-    """
-    key = _mix(_mix(_mix(seed & _MASK) ^ (seed >> 32 & _MASK)) ^ position)
-    ids = torch.arange(vocab_size, device=position.device)
-    bits = _mix(key[..., None] ^ _mix(ids + 0x3C6EF372))
-    # 23 bits and a half are exact in float32 and stay below 1: with 24 bits the largest would round to 1, noise +inf.
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
-
-
-def _mass(scores: Tensor) -> Tensor:
-    """`exp(scores)`, at most 1, as int64 in units of 2**-40: a sum over 2**23 ids is exact in any order."""
-    return (scores.exp() * 2.0**40).to(torch.int64)
-
-
-def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`.
-
-    The largest score is 0.
-    """
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    limit = torch.where(top_k > 0, top_k, scores.shape[-1])[..., None]
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
-    mass = _mass(ordered)
-    before = mass.cumsum(dim=-1) - mass
-    share = top_p[..., None]
-    kept = share.double() * mass.sum(dim=-1, keepdim=True)
-    # With top_p 1 all ids stay, even those less probable than a unit of mass.
-    ordered = ordered.masked_fill((before >= kept) & (share < 1), -torch.inf)
-    # The most likely id always stays, however small top_p is.
-    ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
-    return torch.empty_like(scores).scatter(-1, ids, ordered)
 
 
 def penalise(
@@ -147,19 +101,9 @@ def sample(state: DecodeState, logits: Tensor, position: Tensor) -> Tensor:
         logits: `[rows, n, vocab]`, float.
         position: int64 `[rows, n]`, the positions that the sampled tokens will take.
     """
-    greedy = state.temperature == 0
-    # The dtype of penalised logits, so that a row's tokens do not depend on penalties in its batch.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest is subtracted first, so that no score overflows to +inf at a tiny temperature.
-    scores = (logits - logits.amax(dim=-1, keepdim=True)).float()
-    scores = scores / torch.where(greedy, 1.0, state.temperature)[:, None, None]
-    # The largest score is 0, so these are probabilities relative to the largest.
-    scores = scores.masked_fill(scores < state.min_p.log()[:, None, None], -torch.inf)
-    n = logits.shape[1]
-    scores = _keep_top(scores, state.top_k[:, None].expand(-1, n), state.top_p[:, None].expand(-1, n))
-    noise = gumbel_noise(state.seed[:, None], position, logits.shape[-1])
-    # `row_argmax` reads this from memory. Writing it costs less than the sort above for any number of rows.
-    return argmax(torch.where(greedy[:, None, None], logits, scores + noise))
+    return sample_tokens(
+        logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p
+    )
 
 
 def argmax(scores: Tensor) -> Tensor:
@@ -191,5 +135,5 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
     rank = 1 + (logits > chosen).sum(dim=2, keepdim=True)
     ids = _likeliest(logits, n)
     highest = logits.amax(dim=2, keepdim=True)
-    total = highest + (_mass(logits - highest).sum(dim=2, keepdim=True) * 2.0**-40).log()
+    total = highest + (masses(logits - highest).sum(dim=2, keepdim=True) * 2.0**-40).log()
     return torch.cat([chosen, logits.gather(2, ids)], dim=2) - total, torch.cat([rank, ids], dim=2)

@@ -19,8 +19,8 @@ from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures, Recording
 from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
-from mla_compile.packing import padded_prompt_tokens, prompt_padding
-from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.packing import padded_prompt_tokens, prompt_padding, prompt_sizes
+from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.torch_internals import CompiledCall, compiled_calls, noted, would_repeat
 from tests.engine.engines import engine, with_new_caches
 from tests.models_for_tests import caches_of, one_layer_model
@@ -368,6 +368,28 @@ def test_prompts_are_padded_to_few_sizes() -> None:
         own = [padded_prompt_tokens(count, most) for count in range(1, 300)]
         assert all(max(count, 2) <= size <= sizes[count - 1] for count, size in enumerate(own, start=1))
         assert most < 2 or own[most - 1] == most, "as many as a full step has are not padded"
+
+
+@pytest.mark.parametrize("most", [2, 10, 16, 100, 1000, 16_352])
+def test_the_sizes_of_prompts_are_all_that_padding_gives(most: int) -> None:
+    assert prompt_sizes(most) == sorted({padded_prompt_tokens(count, most) for count in range(1, most + 1)})
+
+
+@pytest.mark.usefixtures("compiled_mixed_steps")
+def test_warming_up_runs_each_size_of_prompts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tokens than a row may have too, and writes to no page."""
+    pack, sizes = PackedChunks.pack, []
+
+    def noted(*args: Any, **kwargs: Any) -> PackedChunks:
+        sizes.append(pack(*args, **kwargs).sizes[0])
+        return pack(*args, **kwargs)
+
+    monkeypatch.setattr(PackedChunks, "pack", noted)
+    mine = engine(K, max_rows=4, max_model_len=64, max_tokens_per_step=200)
+    mine.warm_up()
+    assert sizes == [16, *prompt_sizes(mine.config.prompt_tokens_per_step), 16]
+    assert max(sizes) > 64
+    assert all(cache.isnan().all() for cache in caches_of(mine.model))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 4, 15, 16, 40])

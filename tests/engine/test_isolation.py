@@ -24,7 +24,7 @@ from tests.models_for_tests import one_layer_model
 
 llguidance_numpy = pytest.importorskip("llguidance.numpy")
 
-NUM_CASES = int(os.environ.get("MLA_FAULTS", "60"))
+NUM_CASES = int(os.environ.get("MLA_FAULTS", "40"))
 NONSENSE = (None, object(), -1, "\ufffd", [], 1.5)
 
 
@@ -130,12 +130,12 @@ class Asked:
     def start(self, of: Engine, fault: Fault) -> "Request | Iterator[list[Completion]]":
         if self.kind != "chosen":
             rules = grammar(("regex", "ebnf")[self.seed % 2]) if self.kind == "grammar" else None
-            return of.add(self.prompt(), self.params(), max_new_tokens=14, stop_ids=[EOS], grammar=rules)
+            return of.add(self.prompt(), self.params(), max_new_tokens=10, stop_ids=[EOS], grammar=rules)
 
         def choose(logits: torch.Tensor, *_: object) -> Any:
             return fault.call("choose", lambda: logits.topk(2).indices[..., 1])
 
-        return of.stream([self.prompt()], max_new_tokens=14, stop_ids=[EOS], choose=choose)
+        return of.stream([self.prompt()], max_new_tokens=10, stop_ids=[EOS], choose=choose)
 
 
 KINDS = ("plain", "stop", "logprobs", "grammar", "chosen")
@@ -207,7 +207,7 @@ def differ(outcomes: Sequence[Completion], asked: Sequence[Asked]) -> list[int]:
 def case(seed: int, patched: pytest.MonkeyPatch) -> Fault:
     draw = random.Random(seed)
     asked = [
-        Asked(draw.choice(KINDS), draw.randrange(40), draw.randrange(6)) for _ in range(draw.randrange(2, 5))
+        Asked(draw.choice(KINDS), draw.randrange(16), draw.randrange(6)) for _ in range(draw.randrange(2, 5))
     ]
     # Each kind of call is as likely to fail as the others: a run without faults counts them.
     size = {"max_rows": draw.choice([2, 4]), "num_pages": draw.choice([17, 33])}

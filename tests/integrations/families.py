@@ -104,10 +104,29 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "axk1": _V3 | {"rope_parameters": YARN},
+    "bailing_hybrid": _TEXT
+    | _DENSE
+    | {
+        "num_hidden_layers": 4,
+        "layer_group_size": 2,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_mtp_layers": 0,
+    },
 }
 # Those that `AutoModelForCausalLM` does not know.
 _CLASSES = {"kimi_k25": Kimi_K25ForConditionalGeneration, "mistral4": Mistral4ForCausalLM}
 FAMILIES = tuple(_CONFIGS)
+RECURRENT = ("kimi_linear", "bailing_hybrid")
+"""Those with recurrent layers between MLA layers."""
 _SEEDS = {"deepseek_v3": 1, "glm4_moe_lite": 1, "kimi_k25": 1}  # of the text that is furthest from ties
 
 

@@ -5,6 +5,7 @@ import torch
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+from benchmarks.families import families
 from tests.integrations import stock
 from tests.integrations.families import FAMILIES, prompts, stock_model
 from tests.integrations.mtp import (
@@ -31,6 +32,13 @@ def test_greedy_text_is_varied_and_far_from_ties_and_the_same_without_padding_an
         best, second = logits.topk(2).values.T
         assert logits.argmax(dim=-1).tolist() == text
         assert (best - second).min() > 1e-3
+
+
+@pytest.mark.long
+def test_every_family_of_the_installed_transformers_is_tested_or_refused():
+    found = {row["model_type"]: row["accelerate"] for row in families()}
+    tested = set(FAMILIES) & found.keys()
+    assert len(tested) >= 9 and {name for name, runs in found.items() if runs} == tested
 
 
 # transformers has no class for LongCat's MTP layer, and does not find its weights.

@@ -1,7 +1,9 @@
 """Loading what transformers and DeepSeek write."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers.modeling_layers import MtpModel
 
 from mla_compile import MLAError
 from mla_compile.models import load_model
+from mla_compile.models.checkpoint import meta_model
 from mla_compile.models.names import hugging_face_name
 from tests.models.small import add_shard, reference_model, save, unstack, v3_config
 
@@ -41,6 +44,36 @@ def test_a_kimi_k2_checkpoint_loads_as_a_deepseek_v3_one(checkpoint, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "kimi_k2"}))
     assert_same_weights(load_model(tmp_path), load_model(checkpoint))
+
+
+@pytest.fixture
+def wrapped(tensors, checkpoint, tmp_path) -> Path:
+    """As Kimi-K2.5 is published: the text model beside others, its config in `text_config`."""
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named | {"vision_tower.patch_embed.proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    text = json.loads((checkpoint / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    return tmp_path
+
+
+def test_the_text_model_of_a_kimi_k25_checkpoint_loads(wrapped, checkpoint):
+    assert_same_weights(load_model(wrapped), load_model(checkpoint))
+    assert meta_model(wrapped).arch == load_model(checkpoint).arch
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"text_config": None}, "config.json: text_config: expected an object"),
+        ({"text_config": {"model_type": "kimi_k25"}}, "text_config.model_type: expected one of deepseek_v2"),
+        ({"quantization_config": {"quant_method": "int4"}}, "quantization_config: expected none, or"),
+    ],
+)
+def test_a_bad_config_of_a_wrapper_is_named(changes, named, wrapped):
+    config = wrapped / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(MLAError, match=re.escape(named)):
+        load_model(wrapped)
 
 
 def test_stacked_experts_load_like_separate_ones(checkpoint, tmp_path):

@@ -89,7 +89,8 @@ def binary_config(path: Path) -> str:
 
 def config_of_another_model(path: Path) -> str:
     edit_config(path, model_type="llama")
-    return "config.json: model_type: expected one of deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_k2, got 'llama'"
+    known = "deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_k2, kimi_k25"
+    return f"config.json: model_type: expected one of {known}, got 'llama'"
 
 
 def config_with_a_text_for_a_number(path: Path) -> str:

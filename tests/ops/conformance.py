@@ -17,7 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend, decode_call
+from mla_compile.ops.attention.decode_backends import (
+    DECODE_BACKENDS,
+    DecodeBackend,
+    decode_call,
+    of_any_size,
+)
 from mla_compile.ops.dispatch import ANY, Call
 from tests.kernel_cases import HUGE, DecodeCase, check_decode, decode_case
 
@@ -55,7 +60,7 @@ class Subject:
         check_decode(case, self.run(case))
 
     def _call(self, case: DecodeCase) -> Call:
-        return decode_call(case.operands(), captured=False)
+        return of_any_size(decode_call(case.operands(), captured=False))
 
 
 class DecodeConformance:

@@ -101,6 +101,19 @@ class PrefillConformance:
     def test_the_widths_of_models(self, subject: Subject, sizes: dict[str, int], dtype: torch.dtype) -> None:
         subject.check([(18, 7), (4, 0)], heads=2, dtype=dtype, **sizes)
 
+    @pytest.mark.parametrize("max_keys", [8, 100])
+    def test_results_of_other_tokens_come_first(
+        self, subject: Subject, max_keys: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With keys in one part and in several."""
+        monkeypatch.setattr("mla_compile.ops.attention.segments.MAX_KEYS", max_keys)
+        args = prefill_args(subject.case([(4, 19), (2, 5)], dtype=torch.bfloat16))
+        alone, before = subject.out(args), torch.randn(3, *args[0].shape[1:]).bfloat16()
+        before = before[..., : alone.shape[2]]
+        joined = subject.out((*args, before))
+        assert joined.is_contiguous() and joined.dtype == alone.dtype
+        assert torch.equal(joined, torch.cat([before.to(alone.device), alone]))
+
     @pytest.mark.parametrize("max_keys", [1, 8, 20])
     @pytest.mark.parametrize("page_size", [3, *(pytest.param(size, marks=slow) for size in (1, 16))])
     def test_context_in_parts_of_every_size(

@@ -32,6 +32,7 @@ from tests.kernel_cases import (
 )
 from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
+from tests.ops.sample_tokens import sample_args
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32, torch.float64)
@@ -71,7 +72,7 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         q, *others = prefill_args(
             make_case(prefill=[(3, 0)], nope=nope, rope=rope, v=v, rank=16, dtype=dtype)
         )
-        return q[: mostly(draw, [3], [0])], *others, False
+        return q[: mostly(draw, [3], [0])], *others, None, False
     if op == "moe_experts":
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
@@ -85,8 +86,9 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         x, both = torch.empty(count, rank, dtype=dtype), torch.empty(9, rank, dtype=dtype)
         first, second = both.split([5, 4])
         return strided(x), *mostly(draw, [(first, second), (both, None)], [(first, second.clone())]), False
-    if op == "row_argmax":
-        return (strided(torch.empty(count, mostly(draw, [1, 7, 3000], [2**30]), device="meta", dtype=dtype)),)
+    if op in ("row_argmax", "sample_tokens"):
+        x = strided(torch.empty(count, mostly(draw, [1, 7, 3000], [2**30]), device="meta", dtype=dtype))
+        return (x,) if op == "row_argmax" else (x[:, None], *sample_args(count, 1, 2)[1:])
     if op == "mla_prefill_metadata":
         lens, bounds, table, *rest = prefill_metadata_args(draw)
         return lens, bounds, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
@@ -111,6 +113,9 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
     "mla_rotate_queries": lambda q_pe, *_: runs(q_pe) and q_pe.numel() > 0 and q_pe.stride(2) == 1,
     "moe_router": lambda x, weight, *_: runs(x) and runs(weight) and len(x) > 0 and len(weight) <= 1024,
     "row_argmax": lambda x: runs(x) and len(x) > 0 and x.shape[1] < 2**30 and (x.stride(1) == 1),
+    "sample_tokens": lambda x, *_: (
+        runs(x) and len(x) * x.shape[1] > 0 and x.shape[2] <= 2**23 and x.stride(2) == 1
+    ),
     "fused_linear": lambda x, first, second, *_: (
         runs(x)
         and x.dtype != torch.float32
@@ -232,6 +237,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
         *(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([[0, 2]], dtype=torch.int32)),
         *(torch.tensor([[64, 65]]), 2048),
     ),
+    "sample_tokens": lambda dtype: sample_args(4, 2, 1000, dtype),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),
 }
@@ -298,6 +304,7 @@ def prefill_of(tokens: int, keys: int, parts: int = 1, *, batch_invariant: bool 
         sums,
         slots,
         1.0,
+        None,
         batch_invariant,
     )
 

@@ -99,7 +99,9 @@ def test_decode_keeps_its_contract() -> None:
 
 
 def test_prefill_keeps_its_contract() -> None:
-    opcheck(ops.mla_prefill.default, tuple(prefill_kwargs(make_case(**PREFILL)).values()))
+    args = tuple(prefill_kwargs(make_case(**PREFILL)).values())
+    opcheck(ops.mla_prefill.default, args)
+    opcheck(ops.mla_prefill.default, (*args, torch.randn(2, args[0].shape[1], args[3].shape[2])))
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["all", "ragged"])

@@ -14,16 +14,20 @@ from mla_compile.ops import dispatch
 from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
+    MANY_QUERIES,
+    MANY_QUERY_ROWS,
+    QUERY_ROWS,
     DecodeBackend,
     QueryLenSupport,
     decode_call,
+    of_any_size,
     select_backend,
 )
 from mla_compile.ops.dispatch import Call
 from tests.cases import make_case
 from tests.kernel_cases import BACKENDS, check_decode, decode_case
 
-FLASHINFER, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
+FLASHINFER, FLASH_MLA, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
 
 GLM = Call(
     device_type="cuda",
@@ -35,9 +39,11 @@ GLM = Call(
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "page_size": 64,
+        QUERY_ROWS: "few",
     },
 )
-"""The verify step of GLM-4.7-Flash with three drafts on a Hopper GPU."""
+"""The verify step of few rows of GLM-4.7-Flash on a Hopper GPU."""
+MANY = {QUERY_ROWS: "many"}
 HOST_WORK = "needs the host in every step, so it serves by name only, without CUDA graphs"
 BATCH_DEPENDENT = "is not batch-invariant: a token's bits depend on the rest of the batch"
 
@@ -61,6 +67,7 @@ def limited(backend: DecodeBackend, **limits: range) -> DecodeBackend:
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Private, as a package counts as installed only if this machine has it.
     monkeypatch.setattr(dispatch, "_installed", lambda package: True)
+    monkeypatch.setattr(dispatch, "_import_error", lambda function: None)
     select_backend.cache_clear()
     yield
     select_backend.cache_clear()
@@ -87,6 +94,14 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "supports kv_lora_rank of 512, got 256",
         ),
         (FLASHINFER, {"dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
+        (FLASH_MLA, MANY, None),
+        (FLASH_MLA, {}, "supports query rows many, got few"),
+        (FLASH_MLA, {**MANY, "dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
+        (FLASH_MLA, {**MANY, "page_size": 16}, "supports page_size of 64, got 16"),
+        (FLASH_MLA, {**MANY, "kv_lora_rank": 256}, "supports kv_lora_rank of 512, got 256"),
+        (FLASH_MLA, {**MANY, "qk_rope_head_dim": 32}, "supports qk_rope_head_dim of 64, got 32"),
+        (FLASH_MLA, {**MANY, "capability": (10, 0)}, "runs on SM 90, got SM 100"),
+        (FLASH_MLA, {**MANY, "batch_invariant": True}, BATCH_DEPENDENT),
         (REFERENCE, {"device_type": "xpu", "capability": None, "kv_lora_rank": 7}, None),
         (limited(TRITON, heads=range(8, 129, 8)), {}, "supports heads of 8..128 by 8, got 20"),
         (limited(TRITON, page_size=range(64, 65)), {"page_size": 16}, "supports page_size of 64, got 16"),
@@ -118,7 +133,11 @@ def test_what_is_not_known_of_a_call_is_no_reason() -> None:
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
     *rejected, chosen = select_backend(GLM).explain().splitlines()
     assert f"flashinfer: {HOST_WORK}" in rejected
+    assert "flash_mla: supports query rows many, got few" in rejected
     assert chosen == "gluon: chosen (loading and computing warps, for Hopper)"
+    assert select_backend(glm(**MANY)).chosen is select_backend(of_any_size(GLM)).chosen is FLASH_MLA
+    assert select_backend(glm(**MANY, page_size=16)).chosen is GLUON
+    assert select_backend(glm(**MANY, batch_invariant=True)).chosen is GLUON_INVARIANT
     assert select_backend(glm(capability=(10, 0))).chosen is TRITON
     assert select_backend(glm(kv_lora_rank=256, qk_rope_head_dim=32)).chosen is TRITON
     assert select_backend(glm(dtype=torch.float64)).chosen is REFERENCE
@@ -161,6 +180,26 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
     assert select_backend(GLM, "triton_invariant").chosen is TRITON_INVARIANT, "asked for by name alone"
     with pytest.raises(MLAError, match=rf"^backend: .*\({serving(exact)}\).*gluon.* bits"):
         select_backend(exact, "gluon")
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 4), (20, 4), (128, 1)])
+def test_the_number_of_query_rows_limits_the_automatic_choice_alone(heads: int, q_len: int) -> None:
+    def known(rows: int, q_len: int) -> object:
+        case = decode_case([0] * rows, q_len=q_len, heads=heads, rank=8, rope=4)
+        return decode_call(case.operands(), captured=True).facts[QUERY_ROWS]
+
+    least = -(-MANY_QUERY_ROWS // (heads * q_len))
+    assert [known(least - 1, q_len), known(least, q_len)] == ["few", "many"]
+    assert known(4 * least, 1) == ("many" if heads >= MANY_QUERIES else "few"), "few queries a row"
+    assert select_backend(GLM, "flash_mla").chosen is FLASH_MLA, "asked for by name"
+    for refused, reason in (
+        (glm(page_size=16), "page_size of 64, got 16"),
+        (glm(dtype=torch.float32), "dtype float16, bfloat16, got float32"),
+        (glm(kv_lora_rank=256), "kv_lora_rank of 512, got 256"),
+        (glm(batch_invariant=True), BATCH_DEPENDENT),
+    ):
+        with pytest.raises(MLAError, match=rf"^backend: .*flash_mla, which .*{reason}"):
+            select_backend(refused, "flash_mla")
 
 
 def is_flattened(backend: DecodeBackend, q_len: int, heads: int = 20, *, has_q_lens: bool = False) -> bool:
@@ -259,7 +298,8 @@ def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
     meta = tensors._replace(**{name: getattr(tensors, name).to("meta") for name in names})
     call = decode_call(meta, captured=False)
     assert call.device_type == "meta"
-    assert call.facts == {"dtype": torch.float32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "page_size": 16, QUERY_ROWS: "few"}
+    assert call.facts == {"dtype": torch.float32, **sizes}
     symbols = FakeTensorMode(shape_env=ShapeEnv())
     symbolic = {name: symbols.from_tensor(getattr(tensors, name), static_shapes=False) for name in names}
     call = decode_call(tensors._replace(**symbolic), captured=True)

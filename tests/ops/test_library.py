@@ -23,6 +23,7 @@ from mla_compile.ops.library import define_op, empty, implementations, schema_of
 from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
 from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
+from tests.ops.sample_tokens import sample_args
 
 SCHEMAS = {
     "mla_append": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
@@ -74,7 +75,7 @@ SCHEMAS = {
     ),
     "mla_prefill": (
         "(Tensor q, Tensor kv_cache, Tensor w_uk, Tensor w_uv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-        "Tensor key_slots, float softmax_scale, bool batch_invariant=False) -> Tensor"
+        "Tensor key_slots, float softmax_scale, Tensor? before=None, bool batch_invariant=False) -> Tensor"
     ),
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
@@ -89,6 +90,10 @@ SCHEMAS = {
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
     "row_argmax": "(Tensor x) -> Tensor",
+    "sample_tokens": (
+        "(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) "
+        "-> Tensor"
+    ),
     "all_reduce": "(Tensor x, bool batch_invariant=False) -> Tensor",
     "all_gather": "(Tensor x, int num_parts) -> Tensor",
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
@@ -104,7 +109,7 @@ SCHEMAS = {
     ),
     "mla_decode_plan": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
-        "SymInt q_len, float softmax_scale, SymInt place, str backend) -> Tensor[]"
+        "SymInt q_len, float softmax_scale, SymInt place, str? backend) -> Tensor[]"
     ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
@@ -230,6 +235,7 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         ("mla_norm_rope_append", norm_rope_append_case(4, heads=2), {0: 0, 2: 0, 3: 0, 5: 0, 9: 0}),
         ("mla_rotate_queries", rotation_case(4), {0: 0, 1: 0, 2: 0}),
         ("row_argmax", (torch.randn(3, 8),), {0: 0}),
+        ("sample_tokens", sample_args(3, 2, 8), dict.fromkeys(range(7), 0)),
         ("matmul_by_head", (torch.randn(4, 2, 8), torch.randn(2, 8, 3)), {0: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
     ],
@@ -240,6 +246,7 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         "norm_rope_append",
         "rotate_queries",
         "row_argmax",
+        "sample_tokens",
         "by_head",
         "metadata",
     ],

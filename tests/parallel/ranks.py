@@ -1,31 +1,85 @@
-"""Processes that share a model, each of them a rank."""
+"""Processes that share a model, each of them a rank.
 
+They are forked from a process that has imported what they need, 5 s of a core for each rank.
+"""
+
+import json
 import os
 import subprocess
 import sys
 import time
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """No multicast: it may put GPUs that others share out of service."""
+MODULES = ("tests.parallel.worker", "tests.parallel.engines", "tests.parallel.loads")
+"""Imported once. Importing them starts no thread and no CUDA, which no fork would survive."""
+SECONDS = 550
+"""Ranks that still run then are killed."""
 
 
 def run_ranks(module: str, size: int, folder: Path, *words: str) -> None:
-    """Runs `python -m MODULE RANK SIZE FOLDER WORDS` for each rank; a failure shows the ends of their logs."""
+    """Runs `main` of a module as `python -m MODULE RANK SIZE FOLDER WORDS` for each rank, in a new process; a failure
+    shows the ends of their logs."""
     (folder / "meeting").unlink(missing_ok=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(size), str(folder), *words],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | ENVIRONMENT,
-        )
-        for rank in range(size)
-    ]
-    deadline = time.monotonic() + 550
-    try:
-        logs = [process.communicate(timeout=max(1, deadline - time.monotonic()))[1] for process in processes]
-        assert not any(process.returncode for process in processes), "\n".join(log[-3000:] for log in logs)
-    finally:
-        for process in processes:
-            process.kill()
+    starter = _starter()
+    assert starter.stdin is not None and starter.stdout is not None
+    starter.stdin.write(f"{json.dumps([module, size, str(folder), *words])}\n")
+    starter.stdin.flush()
+    statuses = json.loads(starter.stdout.readline())
+    assert not any(statuses), "\n".join(_log(folder, rank).read_text()[-3000:] for rank in range(size))
+
+
+@cache
+def _starter() -> "subprocess.Popen[str]":
+    """Ends with this process, which closes its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.parallel.ranks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+    )
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"log.{rank}.txt"
+
+
+def _wait(pid: int, deadline: float) -> int:
+    """The exit status of a child, which is killed at the deadline."""
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+        time.sleep(0.02)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def _run(module: str, rank: int, size: int, folder: str, *words: str) -> None:
+    """In the new process, which ends afterwards as every Python program does."""
+    null, log = os.open(os.devnull, os.O_RDONLY), os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT)
+    for file, stream in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(file, stream)
+    sys.argv = [module, str(rank), str(size), folder, *words]
+    import_module(module).main()
+
+
+def main() -> None:
+    """Starts the ranks that a line of standard input asks for, and answers with their exit statuses."""
+    for module in MODULES:
+        import_module(module)
+    for line in sys.stdin:
+        module, size, *words = json.loads(line)
+        deadline, pids = time.monotonic() + SECONDS, []
+        for rank in range(size):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                _run(module, rank, size, *words)
+                return
+        print(json.dumps([_wait(pid, deadline) for pid in pids]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -141,16 +141,6 @@ class TestEnds:
         running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 130 and "Traceback" not in running.log.read_text()
 
-    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-    def test_rank_0_names_a_lost_rank_and_leaves_nothing_behind(
-        self, running: Running, how: signal.Signals
-    ) -> None:
-        os.kill(running.rank_1, how)
-        running.wait_for_end(running.rank_0.pid, running.rank_1)
-        assert running.rank_0.wait() == 1
-        assert ("1", "0") in LOST.findall(running.log.read_text())
-        assert {file.name for file in running.log.parent.iterdir()} == {"stderr.txt", "prompts.jsonl"}
-
     def test_ctrl_c_works_while_rank_0_waits_for_a_rank_that_is_stopped(self, running: Running) -> None:
         os.kill(running.rank_1, signal.SIGSTOP)
         time.sleep(3)
@@ -160,12 +150,16 @@ class TestEnds:
         assert running.log.read_text().endswith("mla-compile: interrupted\n")
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-    def test_all_others_name_a_lost_rank(self, model: Path, tmp_path: Path, how: signal.Signals) -> None:
+    def test_all_others_name_a_lost_rank_and_leave_nothing_behind(
+        self, model: Path, tmp_path: Path, how: signal.Signals
+    ) -> None:
         running = Running(model, tmp_path, size=4)
         try:
             os.kill(running.others[1], how)
-            running.wait_for_end(running.rank_0.pid, running.others[0], running.others[2])
+            running.wait_for_end(running.rank_0.pid, *running.others)
+            assert running.rank_0.wait() == 1
             assert {("2", rank) for rank in "013"} <= set(LOST.findall(running.log.read_text()))
+            assert {file.name for file in tmp_path.iterdir()} == {"stderr.txt", "prompts.jsonl"}
         finally:
             running.end()
 

@@ -12,7 +12,7 @@ from torch.library import opcheck
 from mla_compile import MLABatch, MLAError
 from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode import decode_op, decode_plan_op, decode_torch
-from mla_compile.ops.attention.decode_backends import DecodeBackend, Planner, select_backend
+from mla_compile.ops.attention.decode_backends import QUERY_ROWS, DecodeBackend, Planner, select_backend
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes import pipeline
 from mla_compile.passes.nodes import op_arguments
@@ -91,7 +91,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mine = DecodeBackend(
         "planned", "plans on the host", f"{here}run_planned", capturable=False, planner=f"{here}PLANNER"
     )
-    monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (*decode_backends.DECODE_BACKENDS, mine))
+    of_many = replace(
+        mine, name="of_many", capturable=True, constraints={"page_size": (4,), QUERY_ROWS: ("many",)}
+    )
+    monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (of_many, *decode_backends.DECODE_BACKENDS, mine))
+    monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 30)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3)
     select_backend.cache_clear()
     PLANS.clear()
     yield
@@ -129,5 +134,47 @@ def test_a_plan_on_the_host_is_refused_where_a_cuda_graph_is_captured() -> None:
 
 @pytest.mark.usefixtures("planned")
 def test_contract_of_the_plan_op() -> None:
-    operands = decode_case([5, 3]).operands()
-    opcheck(decode_plan_op, (*operands, 0, "planned"))
+    few, many = (decode_case([5] * rows, page_size=4).operands() for rows in (2, 20))
+    for operands, backend in ((few, "planned"), (many, None)):
+        opcheck(decode_plan_op, (*operands, 0, backend))
+    # What nothing reads is not written, so it differs from call to call.
+    opcheck(decode_plan_op, (*few, 0, None), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.usefixtures("planned")
+def test_one_graph_plans_for_many_query_rows_and_leaves_few_to_other_backends() -> None:
+    model = Stack(3)
+    compiled = torch.compile(model, backend="mla", fullgraph=True, dynamic=True)
+    for rows in (2, 4, 3, 5):  # each has 3 tokens x 3 heads
+        x, batch = make_inputs(rows=rows, q_len=3)
+        named = MLABatch(replace(batch.decode, backend="reference"))
+        expected = copy.deepcopy(model)(x, named)
+        PLANS.clear()
+        with torch.compiler.set_stance("default" if rows == 2 else "fail_on_recompile"):
+            torch.testing.assert_close(compiled(x, batch), expected)
+        assert [place for _, place in PLANS] == [0] * (rows > 3), rows
+
+
+@pytest.mark.usefixtures("planned")
+def test_calls_that_another_backend_serves_get_no_plan() -> None:
+    x, batch = make_inputs(rows=5, q_len=3)
+    assert len(nodes_of(pipeline.run(*graph_of(Stack(2), x, batch)), "mla_decode_plan")) == 1
+    few, few_batch = make_inputs(rows=2, q_len=3)
+    named = MLABatch(replace(batch.decode, backend="reference"))
+    exact = pipeline.passes_for(graph_of(Stack(2), x, batch)[0], batch_invariant=True)
+    for graph, passes in (
+        (graph_of(Stack(2), few, few_batch), None),
+        (graph_of(Stack(2), x, named), None),
+        (graph_of(Stack(2), x, batch), exact),
+    ):
+        assert not nodes_of(pipeline.run(*graph, passes), "mla_decode_plan")
+
+
+@pytest.mark.usefixtures("planned")
+def test_calls_whose_page_size_is_symbolic_get_no_plan() -> None:
+    for symbolic in (False, True):
+        *tensors, q_lens, q_len, scale = decode_case([5, 3], rank=8, rope=4, heads=20, page_size=4).args()
+        if symbolic:
+            torch._dynamo.mark_dynamic(tensors[2], 1)
+        gm, _ = graph_of(decode_op, *tensors, q_lens, q_len, scale)
+        assert len(nodes_of(plan_decode(gm), "mla_decode_plan")) == (not symbolic)

@@ -46,14 +46,14 @@ def test_a_batch_of_prompt_chunks_has_no_decode_segment() -> None:
     assert counts(split(3, **PREFILL)) == {"mla_append": 3, "mla_prefill": 3, "cat": 3, "split": 6}
 
 
-def test_a_mixed_batch_has_one_append_and_one_cat_of_two_segments_a_layer() -> None:
+def test_a_mixed_batch_has_one_append_and_one_result_of_two_segments_a_layer() -> None:
     gm = split(2, **DECODE, **PREFILL)
     joined_slots, queries = 1, 2
     assert counts(gm) == {
         "mla_append": 2,
         "mla_decode": 2,
         "mla_prefill": 2,
-        "cat": 2 + joined_slots + queries,
+        "cat": joined_slots + queries,
         "split": 4 + 2 * 2,  # the model's own; q_nope and q_pe of each layer
     }
 
@@ -67,7 +67,7 @@ def test_segments_have_the_shapes_of_their_own_tokens() -> None:
     gm = split(**DECODE, **PREFILL)
     decode, prefill, append = (nodes_of(gm, f"mla_{name}")[0] for name in ("decode", "prefill", "append"))
     assert [shape(n) for n in decode.args[:2]] == [(6, HEADS, RANK), (6, HEADS, ROPE)]
-    assert shape(prefill.args[0]) == (7, HEADS, NOPE + ROPE) and shape(prefill) == (7, HEADS, V)
+    assert shape(prefill.args[0]) == (7, HEADS, NOPE + ROPE) and shape(prefill) == (13, HEADS, V)
     assert [shape(append.args[i]) for i in (0, 1, 3)] == [(13, RANK), (13, ROPE), (13,)]
 
 

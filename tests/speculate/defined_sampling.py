@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from mla_compile import SamplingParams
+from mla_compile.ops.sampling.sample import gumbel_noise
 from mla_compile.speculate import DecodeState
-from mla_compile.speculate.sampling import gumbel_noise
 
 Vector = NDArray[np.float64]
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mla_compile import MLAError
+from mla_compile.ops.sampling import sample as sampling_module
+from mla_compile.ops.sampling.sample import gumbel_noise
 from mla_compile.speculate import SamplingParams
-from mla_compile.speculate import sampling as sampling_module
-from mla_compile.speculate.sampling import gumbel_noise, sample, top_logprobs
+from mla_compile.speculate.sampling import sample, top_logprobs
 from tests.speculate.defined_sampling import arguments_of
 
 

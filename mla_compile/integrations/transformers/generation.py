@@ -13,7 +13,7 @@ from mla_compile.engine import Completion
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generate_call import UNDO, GenerateCall
-from mla_compile.speculate.sampling import gumbel_noise
+from mla_compile.ops.sampling.sample import gumbel_noise
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -11,8 +11,9 @@ from mla_compile.ops.attention.by_token import attend_by_token
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     DecodeBackend,
-    backend_named,
     decode_call,
+    of_any_size,
+    query_rows,
     select_backend,
 )
 from mla_compile.ops.attention.operands import DecodeOperands
@@ -29,6 +30,8 @@ def _run(*args: Any) -> tuple[Tensor, Tensor]:
     if not given.kv_cache.is_contiguous():  # a cache that a graph computes: see the op's layout
         given = given._replace(kv_cache=given.kv_cache.contiguous())
     chosen = choose_backend(given, backend, batch_invariant)
+    if plan is not None and chosen is not planning_backend(given, backend):
+        plan = None
     q_latent = given.q_latent
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
@@ -46,6 +49,12 @@ def choose_backend(
     return select_backend(call, backend).chosen
 
 
+def planning_backend(operands: DecodeOperands, backend: str | None) -> DecodeBackend:
+    """The backend that `mla_decode_plan` plans for: that of calls with any number of query rows."""
+    call = decode_call(operands, captured=backend is None)
+    return select_backend(of_any_size(call), backend).chosen
+
+
 _LAYOUTS = {
     "q_latent": "tokens, heads, kv_lora_rank",
     "q_pe": "tokens, heads, qk_rope_head_dim",
@@ -61,6 +70,7 @@ _LAYOUTS = {
 @define_op(
     table=DECODE_BACKENDS,
     layouts=_LAYOUTS,
+    facts=query_rows,
     run=_run,
     returns=("out", "lse"),
     layout=torch.Tag.flexible_layout,
@@ -96,7 +106,8 @@ def mla_decode(
         softmax_scale: multiplies the scores.
         backend: a name in `DECODE_BACKENDS` (`ops/attention/decode_backends.py`); None selects the fastest that serves
             the call and may be captured in a CUDA graph.
-        plan: the result of `mla_decode_plan`, for a `backend` that plans; without it such a backend plans in each call.
+        plan: the result of `mla_decode_plan` for the same `backend`; without it a backend that plans does so in each
+            call.
         batch_invariant: a token's bits depend on its own query and keys only, not on the other rows, nor on `q_len`.
 
     Returns:
@@ -124,12 +135,18 @@ decode_op = torch.ops.mla_compile.mla_decode.default
 
 def _plan(*args: Any) -> list[Tensor]:
     *operands, place, backend = args
-    return backend_named(backend).plan(DecodeOperands(*operands), place)
+    given = DecodeOperands(*operands)
+    planning = planning_backend(given, backend)
+    is_used = not is_fake(given.seq_lens) and len(given.q_latent) > 0
+    return planning.plan(given, place, unused=not is_used or choose_backend(given, backend) is not planning)
 
 
 @define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)
-def mla_decode_plan(operands: DecodeOperands, place: int, backend: str) -> list[Tensor]:
+def mla_decode_plan(operands: DecodeOperands, place: int, backend: str | None) -> list[Tensor]:
     """The plan of a decode backend that divides its work by the rows' lengths, for the calls of all layers.
+
+    A graph is compiled for many sizes, and its automatic choice is made for those of each call. If they leave the call
+    to a backend without a plan, the plan's memory stays unwritten and unread.
 
     Args:
         operands, backend: those of one of the `mla_decode` calls. Only lengths and sizes matter.
@@ -137,7 +154,7 @@ def mla_decode_plan(operands: DecodeOperands, place: int, backend: str) -> list[
             each other.
 
     Returns:
-        The tensors that `mla_decode` takes as `plan`; only the `backend` interprets them.
+        The tensors that `mla_decode` takes as `plan`; only the backend interprets them.
     """
     return _plan(*operands, place, backend) if is_fake(operands.seq_lens) else []
 

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,14 @@ from mla_compile.ops.attention.tiles import KV_LORA_RANKS, ROPE_HEAD_DIMS
 from mla_compile.ops.dispatch import FLOATS, HALF, Call, Candidate, Selection, describe_device, select
 from mla_compile.ops.library import facts_of
 from mla_compile.ops.paging import visible_keys
-from mla_compile.torch_internals import is_fake
 
 log = logging.getLogger(__name__)
+
+MANY_QUERY_ROWS, MANY_QUERIES = 512, 64
+"""Query rows of a call, tokens x heads, and of one of its rows, q_len x heads, from which FlashMLA is faster than our
+kernels: by 3 to 25% on an H100. With 16 and 20 queries a row neither is faster in general."""
+QUERY_ROWS = "query rows"
+"""A fact of a call, "many" or "few". It limits the automatic choice alone: a backend that is named serves both."""
 
 
 class QueryLenSupport(Enum):
@@ -48,12 +53,10 @@ class DecodeBackend(Candidate):
     multi_token_heads: tuple[int, ...] | None = None
     planner: str = ""
 
-    def plan(self, operands: DecodeOperands, place: int) -> list[Tensor]:
-        """The argument `plan` of `run`, for calls with these lengths and sizes; empty tensors for fake operands."""
+    def plan(self, operands: DecodeOperands, place: int, *, unused: bool = False) -> list[Tensor]:
+        """The argument `plan` of `run`, for calls with these lengths and sizes; unused: uninitialised."""
         planner: Planner = pkgutil.resolve_name(self.planner)
-        if is_fake(operands.seq_lens):
-            return planner.like(operands)
-        return planner.plan(self.fitting(operands), place)
+        return planner.like(operands) if unused else planner.plan(self.fitting(operands), place)
 
     def run(self, operands: DecodeOperands, plan: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Compute a call; `plan`: the result of the method of that name."""
@@ -85,7 +88,7 @@ class Planner(NamedTuple):
     """Functions that make a plan, from the lengths and sizes of a call alone.
 
     plan: returns the tensors that calls read; the number is `place` of `mla_decode_plan`. like: returns empty tensors
-        of the same shapes, for fake operands.
+        of the same shapes, also for fake operands.
     """
 
     plan: Callable[[DecodeOperands, int], list[Tensor]]
@@ -130,6 +133,23 @@ DECODE_BACKENDS = (
         packages=("flashinfer",),
         constraints={"dtype": HALF, "kv_lora_rank": range(512, 513), "qk_rope_head_dim": range(64, 65)},
     ),
+    DecodeBackend(
+        name="flash_mla",
+        description="FlashMLA's kernels for Hopper, planned on the device",
+        function="mla_compile.ops.attention.kernels.flash_mla:decode_flash_mla",
+        planner="mla_compile.ops.attention.kernels.flash_mla:PLANNER",
+        device_types=("cuda",),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        packages=("flash_mla", "triton"),
+        constraints={
+            "dtype": HALF,
+            "kv_lora_rank": range(512, 513),
+            "qk_rope_head_dim": range(64, 65),
+            "page_size": range(64, 65),
+            QUERY_ROWS: ("many",),
+        },
+    ),
     _GLUON,
     replace(
         _GLUON,
@@ -171,6 +191,24 @@ def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bo
     return Call(*describe_device(operands.q_latent.device), captured, known, batch_invariant)
 
 
+def query_rows(q_latent: Tensor, q_len: int) -> dict[str, object]:
+    """The fact `QUERY_ROWS` of a call; none if a symbolic number of tokens decides."""
+    of_row: Any = q_len * q_latent.shape[1]
+    of_call: Any = q_latent.shape[0] * q_latent.shape[1]
+    if isinstance(of_row, torch.SymInt):
+        return {}
+    if of_row < MANY_QUERIES:
+        return {QUERY_ROWS: "few"}
+    if isinstance(of_call, torch.SymInt):
+        return {}
+    return {QUERY_ROWS: "many" if of_call >= MANY_QUERY_ROWS else "few"}
+
+
+def of_any_size(call: Call) -> Call:
+    """The same call with any number of query rows."""
+    return replace(call, facts={fact: value for fact, value in call.facts.items() if fact != QUERY_ROWS})
+
+
 @functools.cache
 def select_backend(
     call: Call, name: str | None = None, argument: str = "backend"
@@ -186,7 +224,7 @@ def select_backend(
         log.debug("decode backend of %s:\n%s", call, selection.explain())  # once for each kind of call
         return selection
     check_name(argument, name)
-    named = backend_named(name)
+    named, call = backend_named(name), of_any_size(call)
     if (reason := named.why_not(call)) is not None:
         able = ", ".join(backend.name for backend in DECODE_BACKENDS if backend.why_not(call) is None)
         raise MLAError(argument, f"one that serves this call ({able})", f"{name}, which {reason}")

@@ -90,8 +90,8 @@ def lower_mla_attention(*args: Any) -> Tensor:
     if call.selected is not None:  # a token's slots say all about it, so both segments are one
         q_latent = matmul_by_head_op(call.q_nope, call.w_uk)
         latent_out = sparse_op(q_latent, call.q_pe, call.kv_cache, call.selected, call.softmax_scale)
-        out: Tensor = matmul_by_head_op(latent_out, call.w_uv)
-        return out
+        result: Tensor = matmul_by_head_op(latent_out, call.w_uv)
+        return result
     if decode_slots is not None and prefill_slots is not None:
         sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
         decode_q_nope, prefill_q_nope = torch.split(call.q_nope, sizes)
@@ -100,19 +100,21 @@ def lower_mla_attention(*args: Any) -> Tensor:
         decode_q_nope = prefill_q_nope = call.q_nope
         decode_q_pe = prefill_q_pe = call.q_pe
 
-    outputs = []
+    out: Tensor | None = None
     if decode_slots is not None:
         q_latent = matmul_by_head_op(decode_q_nope, call.w_uk)
         rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens, call.q_len
         latent_out, _ = decode_op(
             q_latent, decode_q_pe, call.kv_cache, *rows, call.softmax_scale, call.decode_backend
         )
-        outputs.append(matmul_by_head_op(latent_out, call.w_uv))
+        out = matmul_by_head_op(latent_out, call.w_uv)
     if prefill_slots is not None:
         q = torch.cat([prefill_q_nope, prefill_q_pe], dim=-1)
         keys = call.prefill_cu_seqlens_q, call.prefill_cu_seqlens_k, call.prefill_key_slots
-        outputs.append(prefill_op(q, call.kv_cache, call.w_uk, call.w_uv, *keys, call.softmax_scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        # It writes behind the decode rows' result: joining two results would copy both.
+        out = prefill_op(q, call.kv_cache, call.w_uk, call.w_uv, *keys, call.softmax_scale, out)
+    assert out is not None  # a batch has a segment
+    return out
 
 
 def joined_slots(decode: Tensor | None, prefill: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ declaration describes. A frozen dataclass would take four to six times as long t
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,20 @@ class PrefillOperands(NamedTuple):
     cu_seqlens_k: Tensor
     key_slots: Tensor
     softmax_scale: float
+    before: Tensor | None = None
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """The result, with `before` copied to its first tokens, and its part of the new tokens, to be written."""
+        tokens, heads = self.q.shape[:2]
+        num_before = 0 if self.before is None else self.before.shape[0]
+        result = self.q.new_empty(num_before + tokens, heads, self.w_uv.shape[2])
+        if self.before is not None:
+            result[:num_before] = self.before
+        return result, result[num_before:]
+
+    def joined(self, out: Tensor) -> Tensor:
+        """The result from its part of the new tokens."""
+        return out if self.before is None else torch.cat([self.before, out])
 
 
 class NormRopeAppendOperands(NamedTuple):

@@ -81,6 +81,7 @@ PREFILL = (
         "cu_seqlens_q": "int32 rows + 1",
         "cu_seqlens_k": "int32 parts, rows + 1",
         "key_slots": "int64 parts, keys",
+        "before": "tokens_before, heads, v_head_dim or None",
     },
     facts=lambda q, kv_cache, w_uv, key_slots: {
         "keys per token": key_slots.numel() // max(1, q.shape[0]),
@@ -97,6 +98,7 @@ def mla_prefill(
     cu_seqlens_k: Tensor,
     key_slots: Tensor,
     softmax_scale: float,
+    before: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Causal attention over all keys of each row, exact for any chunking of a prompt.
@@ -112,11 +114,12 @@ def mla_prefill(
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
         cu_seqlens_k, key_slots: see `PrefillSegment`.
         softmax_scale: multiplies the scores.
+        before: `[tokens_before, heads, v_head_dim]`, results of other tokens, which come first in this op's result.
         batch_invariant: a token's bits depend on its own query and keys only, not on the chunks that its prompt is cut
             into, nor on the other rows.
 
     Returns:
-        `[tokens, heads, v_head_dim]` in the dtype of `q`; 0 for a token that sees no key.
+        `[tokens_before + tokens, heads, v_head_dim]` in the dtype of `q`; 0 for a token that sees no key.
 
     Raises:
         MLAError: an argument is invalid. Lengths and slots are checked on the CPU only.
@@ -128,7 +131,8 @@ def mla_prefill(
         )
         raise MLAError("q", expected, list(q.shape))
     validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], kv_cache)
-    return empty(q, (*q.shape[:2], w_uv.shape[2]))
+    num_before = 0 if before is None else before.shape[0]
+    return empty(q, (num_before + q.shape[0], q.shape[1], w_uv.shape[2]))
 
 
 prefill_op = torch.ops.mla_compile.mla_prefill.default
@@ -140,10 +144,10 @@ KEY_BLOCK = 512
 
 def prefill_torch(operands: PrefillOperands) -> Tensor:
     """`mla_prefill` in plain torch, for every device and dtype; kernels must agree with it. The host reads nothing."""
-    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale, _ = operands
     tokens, heads, _ = q.shape
     if tokens == 0:
-        return q.new_empty(tokens, heads, w_uv.shape[2])
+        return operands.joined(q.new_empty(tokens, heads, w_uv.shape[2]))
     dtype, rank = accumulate_dtype(q.dtype), w_uk.shape[2]
     query = q.transpose(0, 1).to(dtype) * softmax_scale
     w_uk, w_uv, flat = w_uk.to(dtype), w_uv.to(dtype), kv_cache.view(-1, kv_cache.shape[2])
@@ -172,15 +176,15 @@ def prefill_torch(operands: PrefillOperands) -> Tensor:
         assert out is not None and lse is not None
         return out, lse
 
-    return in_parts(attend, key_slots.shape[0]).transpose(0, 1).to(q.dtype).contiguous()
+    return operands.joined(in_parts(attend, key_slots.shape[0]).transpose(0, 1).to(q.dtype).contiguous())
 
 
 def prefill_by_token(operands: PrefillOperands) -> Tensor:
     """`mla_prefill` in plain torch, one token at a time: its bits do not depend on the rest of the call."""
-    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale, _ = operands
     (tokens, heads, _), nope, (_, rank, v) = q.shape, w_uk.shape[1], w_uv.shape
     if tokens * heads == 0:
-        return q.new_empty(tokens, heads, v)
+        return operands.joined(q.new_empty(tokens, heads, v))
     query = q.to(accumulate_dtype(q.dtype))
     query = torch.cat([product_by_row(query[..., :nope], w_uk), query[..., nope:]], dim=-1)
     token = torch.arange(tokens, device=q.device)
@@ -196,4 +200,5 @@ def prefill_by_token(operands: PrefillOperands) -> Tensor:
         seen = (keys[row] - (to_end if causal else 0)).clamp(min=0)
         return attend_by_token(query, latents, slots, row, seen, rank, softmax_scale)
 
-    return product_by_row(in_parts(attend, key_slots.shape[0], merge_by_token), w_uv).to(q.dtype)
+    out = in_parts(attend, key_slots.shape[0], merge_by_token)
+    return operands.joined(product_by_row(out, w_uv).to(q.dtype))

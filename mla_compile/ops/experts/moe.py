@@ -14,8 +14,19 @@ from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.batch_invariant import product_by_row
-from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, Allowed, by_token, reference, triton
+from mla_compile.ops.dispatch import (
+    FLOAT8,
+    FLOATS,
+    HALF,
+    SOME,
+    Allowed,
+    at_least,
+    by_token,
+    reference,
+    triton,
+)
 from mla_compile.ops.experts.operands import ExpertOperands
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_DEQUANTIZED_PAIRS
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.torch_internals import statically_known_true
@@ -57,6 +68,18 @@ MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,
     _TRITON,
+    replace(
+        _TRITON_FP8,
+        name="dequantized_fp8",
+        description="many tokens: each expert's FP8 weights are dequantised first, in the launch that multiplies",
+        function="mla_compile.ops.experts.kernels.moe:moe_dequantized",
+        constraints={
+            **_TRITON_FP8.constraints,
+            "dtype": (torch.bfloat16,),  # it has the range of float32, so no weight underflows
+            "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
+            "pairs per expert": at_least(MIN_DEQUANTIZED_PAIRS),
+        },
+    ),
     _TRITON_FP8,
     replace(
         _TRITON_FP8,
@@ -77,6 +100,7 @@ MOE_EXPERTS = (
         "dtype": x.dtype,
         "tokens": x.shape[0],
         "(token, expert) pairs": topk_ids.numel(),
+        "pairs per expert": topk_ids.numel() // max(1, w_down.shape[0]),
         "topk_weights.dtype": topk_weights.dtype,
         "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
         "w_down.is_contiguous()": w_down.is_contiguous(),

@@ -15,12 +15,14 @@ mend_interpreter()
 
 from mla_compile.ops.experts.kernels import moe  # noqa: E402
 from mla_compile.ops.experts.kernels.moe import moe_triton, sort_pairs  # noqa: E402
+from mla_compile.ops.experts.kernels.workspace import Matrices  # noqa: E402
 from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS  # noqa: E402
 from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 from tests.kernel_cases import (  # noqa: E402
     MoeCase,
     check_moe,
     check_padded_moe,
+    dequantized,
     moe_case,
     moe_reference,
     padding,
@@ -78,16 +80,19 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.Mon
 
 FP8 = [
     # tokens, top k, shared, hidden, intermediate; up to 16 pairs have tiles of their own
-    (3, 2, 0, 200, 150),
-    (9, 1, 2, 200, 128),
-    (5, 4, 1, 130, 40),
-    (4, 2, 2, 40, 128),
-    pytest.param((140, 4, 2, 140, 256), marks=pytest.mark.slow),
+    ((3, 2, 0, 200, 150), torch.float32),
+    ((3, 2, 0, 200, 150), torch.bfloat16),
+    ((9, 1, 2, 200, 128), torch.bfloat16),
+    ((5, 4, 1, 130, 40), torch.float32),
+    ((4, 2, 2, 40, 128), torch.bfloat16),
+    *(
+        pytest.param((140, 4, 2, 140, 256), dtype, marks=pytest.mark.slow)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", FP8, ids=str)
+@pytest.mark.parametrize(("sizes", "dtype"), FP8, ids=str)
 def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, topk, shared, hidden, intermediate = sizes
     case = moe_case(
@@ -112,6 +117,41 @@ def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(got, whole[3:7])
     monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
     assert torch.equal(moe_triton(case.operands(), in_order=True), whole)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [  # experts, among, shared, hidden, intermediate
+        (9, 9, 2, 140, 128),
+        (6, 2, 0, 600, 40),
+        (1, 1, 1, 128, 150),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_dequantised_weights_in_fp8(
+    sizes: tuple[int, ...], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs run one after the other here: none waits for a later one, else it would wait for ever."""
+    experts, among, shared, hidden, intermediate = sizes
+    monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
+    calls, prepare = [], moe.in_workspace
+    monkeypatch.setattr(moe, "in_workspace", lambda call: calls.append(prepare(call)) or calls[-1])
+    size = {"experts": experts, "among": among, "shared": shared}
+    case = moe_case(40, 2, **size, hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16, fp8=True)
+    row_lens, q_len, runs = padding(case, 2, [1, 0, 2]) if padded else (None, 1, slice(None))
+    tiles = ProductTiles(tokens=16, columns=32, depth=64, warps=4, stages=1)
+    got = moe_triton(case.operands(row_lens, q_len), gate_up=tiles, down=tiles, dequantizes=True)
+    rounded = dequantized(case).operands(row_lens, q_len)
+    assert torch.equal(got, moe_triton(rounded, gate_up=tiles, down=tiles))
+    check_moe(case, got) if not padded else check_padded_moe(case, got, runs)
+
+    pairs = case.topk_ids[runs].flatten().bincount(minlength=experts)
+    products = (2, intermediate, hidden), (1, hidden, intermediate)
+    for of_product, shape in zip(calls[0][1:], products, strict=True):
+        programs = -(-pairs // 16) * -(-shape[1] // 32)
+        dequantising = [Matrices.of(*shape).PROGRAMS] * experts
+        assert of_product.counters.tolist()[:-1] == [*dequantising, *programs.tolist()]
 
 
 @pytest.mark.parametrize("tokens", [4, 20])

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
 from mla_compile.ops.device import Device  # noqa: E402
-from mla_compile.ops.reductions.kernels import row_argmax  # noqa: E402
+from mla_compile.ops.reductions.kernels import keys, row_argmax  # noqa: E402
 from tests.ops.row_argmax import VOCABULARIES, check, rows_of  # noqa: E402
 
 
@@ -30,10 +31,10 @@ def test_parts_of_any_number_of_blocks(
 ) -> None:
     """A partial last part, a partial last block, and more parts than are joined at a time."""
     # Private: with the real sizes, the interpreter would take minutes to fill several parts.
-    monkeypatch.setattr(row_argmax, "_BLOCK", 16)
-    monkeypatch.setattr(row_argmax, "_JOINED", joined)
-    monkeypatch.setattr(row_argmax, "_PROGRAMS", 1)
-    monkeypatch.setattr(row_argmax, "device_of", lambda x: Device(multiprocessors, (9, 0)))
+    monkeypatch.setattr(keys, "BLOCK", 16)
+    monkeypatch.setattr(keys, "_JOINED", tl.constexpr(joined))
+    monkeypatch.setattr(keys, "_PROGRAMS", 1)
+    monkeypatch.setattr(keys, "device_of", lambda x: Device(multiprocessors, (9, 0)))
     for columns in (16, 17, 100, 160):
         check(row_argmax.argmax_triton, rows_of(6, columns, torch.float32))
 

@@ -115,7 +115,7 @@ def prefill_absorbed(
 
     `tiles`, `splits` and `min_keys` are chosen by `tiles.py` unless given. Nothing is read on the host.
     """
-    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale, _ = operands
     tokens, heads, _ = q.shape
     _, nope, rank = w_uk.shape
     parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, kv_cache.shape[2] - rank
@@ -163,6 +163,6 @@ def prefill_absorbed(
         return out, lse
 
     latents = in_parts(attend, parts).to(q.dtype)
-    out = q.new_empty((tokens, heads, w_uv.shape[2]))
+    result, out = operands.empty_result()
     torch.bmm(latents.transpose(0, 1), w_uv, out=out.transpose(0, 1))
-    return out
+    return result

@@ -22,7 +22,7 @@ _GAP = 144
 
 def prefill_flash_attn(operands: PrefillOperands) -> Tensor:
     """`mla_prefill` with FlashAttention."""
-    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale, _ = operands
 
     def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
         keys = expanded_keys(kv_cache, key_slots[part], cu_seqlens_k[part], w_uk, w_uv, gap=_GAP)
@@ -40,4 +40,4 @@ def prefill_flash_attn(operands: PrefillOperands) -> Tensor:
         )
         return out, lse.T
 
-    return in_parts(attend, key_slots.shape[0]).to(q.dtype)
+    return operands.joined(in_parts(attend, key_slots.shape[0]).to(q.dtype))

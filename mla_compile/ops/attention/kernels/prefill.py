@@ -165,17 +165,18 @@ def prefill_kernel(
 
 def prefill_triton(operands: PrefillOperands, *, tiles: AttentionTiles | None = None) -> Tensor:
     """`mla_prefill` over expanded keys, on the GPU or in Triton's interpreter."""
-    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale, _ = operands
     tokens, heads, qk = q.shape
     parts, rows, value_dim = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, w_uv.shape[2]
     widths = Widths(qk, *qk_blocks(qk), value_dim, power_of_two(value_dim))
     tiles = tiles or prefill_tiles(qk, value_dim, q.dtype, device_of(q))
     q = q if q.stride(-1) == 1 else q.contiguous()
+    result, of_new = operands.empty_result()
 
     def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
         key, value, _, _ = expanded_keys(kv_cache, key_slots[part], cu_seqlens_k[part], w_uk, w_uv)
         # Parts that are joined stay in float32 until the last.
-        out = q.new_empty((tokens, heads, value_dim), dtype=torch.float32 if parts > 1 else q.dtype)
+        out = torch.empty_like(of_new, dtype=torch.float32) if parts > 1 else of_new
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
         prefill_kernel[(triton.cdiv(tokens, tiles.queries) + rows, heads)](
             q,
@@ -199,4 +200,7 @@ def prefill_triton(operands: PrefillOperands, *, tiles: AttentionTiles | None = 
         )
         return out, lse
 
-    return in_parts(attend, parts).to(q.dtype)
+    out = in_parts(attend, parts)
+    if parts > 1:
+        of_new.copy_(out)
+    return result

@@ -6,7 +6,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_compile.errors import MLAError
 from mla_compile.ops.attention.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
 from mla_compile.ops.attention.kernels.gluon.narrow import MAX_ROWS, MAX_UNSPLIT_ROWS, narrow_kernel
 from mla_compile.ops.attention.kernels.gluon.split import (
@@ -21,6 +20,7 @@ from mla_compile.ops.attention.kernels.gluon.split import (
 from mla_compile.ops.attention.kernels.gluon.wide import HALF, ROWS, wide_kernel
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.device import device_of, power_of_two
+from mla_compile.ops.paging import check_alignment
 
 _JOINERS = 2048
 """The most programs of `join_kernel`: as many as run at once, or a few times more."""
@@ -93,9 +93,7 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fixed: bool = False) -> None:
     """Launch `narrow_kernel` with `narrow_rows` query rows at a time, `wide_kernel` for 0; fixed: over fixed splits."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
-    if kv_cache.data_ptr() % 16:
-        hint = "give it storage of its own, or select another backend"
-        raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), hint)
+    check_alignment(kv_cache)
     heads, page_size = q_latent.shape[1], kv_cache.shape[1]
     rows, most_keys = block_table.shape[0], block_table.shape[1] * page_size
     q_blocks = triton.cdiv(q_len * heads, narrow_rows or ROWS.value)

@@ -1,0 +1,1 @@
+"""Sampling from filtered logits, with noise that depends on seed, position and vocabulary id alone."""
