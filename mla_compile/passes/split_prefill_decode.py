@@ -24,15 +24,15 @@ from torch import fx
 from mla_compile.ops.attention.mla_attention import attention_op, lower_mla_attention
 from mla_compile.ops.attention.mla_select_keys import lower_select_keys, select_keys_op
 from mla_compile.passes.emit import inline
-from mla_compile.passes.nodes import calls, op_arguments
+from mla_compile.passes.nodes import calls, is_call, op_arguments
 
 
 def split_prefill_decode(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without `mla_attention` is left untouched."""
     shared: dict[Any, fx.Node] = {}
-    lower: dict[Any, Any] = {attention_op: lower_mla_attention, select_keys_op: lower_select_keys}
-    for node in calls(gm.graph, *lower):
+    for node in calls(gm.graph, attention_op, select_keys_op):
+        lower = lower_mla_attention if is_call(node, attention_op) else lower_select_keys
         arguments = tuple(op_arguments(node).values())
-        node.replace_all_uses_with(inline(node, lower[node.target], arguments, shared))
+        node.replace_all_uses_with(inline(node, lower, arguments, shared))
         gm.graph.erase_node(node)
     return gm
