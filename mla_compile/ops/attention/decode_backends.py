@@ -102,6 +102,7 @@ _GLUON = DecodeBackend(
     packages=("triton",),
     constraints={
         "dtype": (torch.bfloat16,),
+        "kv_cache.dtype": (torch.bfloat16,),
         "kv_lora_rank": range(512, 513),
         "qk_rope_head_dim": range(64, 65),
     },
@@ -128,7 +129,12 @@ DECODE_BACKENDS = (
         # In 0.6.18 its causal mask is wrong where a tile of 64 or 128 query rows splits a token's heads.
         multi_token_heads=(16, 32, 64, 128),
         packages=("flashinfer",),
-        constraints={"dtype": HALF, "kv_lora_rank": range(512, 513), "qk_rope_head_dim": range(64, 65)},
+        constraints={
+            "dtype": HALF,
+            "kv_cache.dtype": HALF,
+            "kv_lora_rank": range(512, 513),
+            "qk_rope_head_dim": range(64, 65),
+        },
     ),
     _GLUON,
     replace(
