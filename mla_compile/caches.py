@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mla_compile.defaults import KvCacheDtype
 from mla_compile.errors import MLAError
-from mla_compile.latents import FP8, fp8_width
+from mla_compile.latents import BLOCK, FP8, fp8_width
 from mla_compile.torch_internals import mark_cache
 
 Owner = Literal["target", "drafter"]
@@ -55,15 +55,17 @@ class CacheSpec:
         return self.heads * self.width * self.dtype.itemsize
 
     def stored_as(self, kv_cache_dtype: KvCacheDtype) -> "CacheSpec":
-        """The same cache for an engine's setting: with "fp8", latents are FP8 (`latents.py`); others stay the same.
+        """The same cache for an engine's setting: with "fp8", latents are FP8 (`latents.py`).
+
+        Other contents stay the same, and so do latents of a drafter whose sizes do not fit the format.
 
         Raises:
-            MLAError: sizes that do not fit FP8 latents.
+            MLAError: the sizes of the target's latents do not fit it.
         """
-        if kv_cache_dtype == "auto" or self.kv_lora_rank == 0:
-            return self
         rank = self.kv_lora_rank
-        width = fp8_width(rank, self.width - rank, f"kv_cache_dtype: {self.name}")
+        if kv_cache_dtype == "auto" or rank == 0 or (rank % BLOCK and self.owner == "drafter"):
+            return self
+        width = fp8_width(rank, self.width - rank, "kv_cache_dtype")
         return replace(self, width=width, dtype=FP8)
 
     @property

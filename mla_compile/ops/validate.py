@@ -92,20 +92,9 @@ class Layouts:
     ) -> None:
         """Check the type, rank, dtype and sizes of a tensor, and that it is on the device of `like`."""
         argument, name = name, self.prefix + name
-        if not isinstance(x, Tensor):
-            raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
-        dims, shape = dims_of(layout), x.shape
-        if len(shape) != len(dims):
-            raise MLAError(name, f"{len(dims)} dimensions [{layout}]", f"{len(shape)}: {list(shape)}")
-        if dtype is not None and x.dtype != dtype:
-            expected = in_words((dtype,))
-            raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
-        if like is not None and x.device != like.device:
-            raise MLAError(name, f"a tensor on {like.device}", x.device)
-        if layout == PAGED and not x.is_contiguous():
-            hint = "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
-            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", hint)
-        sizes = self._sizes
+        dims, sizes = dims_of(layout), self._sizes
+        _check_kind(name, x, layout, len(dims), dtype, like)
+        shape = x.shape
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
             if word == _WIDTH and x.dtype == FP8:
@@ -166,6 +155,26 @@ def dims_of(layout: str) -> tuple[tuple[str, bool], ...]:
 @functools.cache
 def _terms(word: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(term.split(" * ")) for term in word.split(" + "))
+
+
+def _check_kind(
+    name: str, x: object, layout: str, num_dims: int, dtype: torch.dtype | None, like: Tensor | None
+) -> None:
+    """Check all but the sizes of a tensor."""
+    if not isinstance(x, Tensor):
+        raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
+    if x.dim() != num_dims:
+        raise MLAError(name, f"{num_dims} dimensions [{layout}]", f"{x.dim()}: {list(x.shape)}")
+    if dtype is not None and x.dtype != dtype:
+        expected = in_words((dtype,))
+        raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
+    if like is not None and x.device != like.device:
+        raise MLAError(name, f"a tensor on {like.device}", x.device)
+    if layout == PAGED and not x.is_contiguous():
+        hint = (
+            "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
+        )
+        raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", hint)
 
 
 def _converts_fp8(name: str, x: Tensor) -> None:

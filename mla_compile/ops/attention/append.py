@@ -34,8 +34,8 @@ def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tenso
     Args:
         kv_c: normalised latents, `[tokens, kv_lora_rank]`, float.
         k_pe: rotated shared keys, `[tokens, qk_rope_head_dim]`, the dtype of `kv_c`.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_c`; or with FP8
-            latents, uint8 `[num_pages, page_size, fp8_width]` (`latents.py`).
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_c`; or with
+            FP8 latents, uint8 `[num_pages, page_size, latents.fp8_width(kv_lora_rank, qk_rope_head_dim)]`.
         slot_mapping: `page * page_size + offset`, int64 `[tokens]`; -1 writes nowhere. Distinct where >= 0.
 
     Raises:

@@ -19,9 +19,9 @@ def attend_by_token(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over the first keys of its row.
 
-    query: `[tokens, heads, width]`, in the accumulation dtype; latents: the cache, `[slots, width]`, of keys whose first
-    `rank` columns are the values; slots: the slots of every row's keys, int64 `[rows, keys]`; row: the row of each token,
-    int64 `[tokens]`; seen: number of keys that each token sees, `[tokens]`, read on the CPU only.
+    query: `[tokens, heads, width]`, in the accumulation dtype; latents: the cache, `[slots, width]`, of keys whose
+    first `rank` columns are the values; slots: the slots of every row's keys, int64 `[rows, keys]`; row: the row of
+    each token, int64 `[tokens]`; seen: number of keys that each token sees, `[tokens]`, read on the CPU only.
 
     Returns out `[tokens, heads, rank]` and lse `[tokens, heads]`; 0 and -inf for a token that sees no key.
     """

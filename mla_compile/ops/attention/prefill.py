@@ -108,7 +108,8 @@ def mla_prefill(
 
     Args:
         q: `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, float; the second part is rotated.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, or with FP8 latents (`mla_append`).
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous; or with FP8 latents
+            (`mla_append`).
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
         cu_seqlens_k, key_slots: see `PrefillSegment`.

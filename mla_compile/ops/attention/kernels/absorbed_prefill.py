@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.attention.kernels.chunks import block_of
+from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
     load_queries,
-    padded,
     split_of,
     split_results,
     store_split,
@@ -34,7 +34,7 @@ from mla_compile.ops.device import device_of, power_of_two
 def absorbed_kernel(
     q_latent,  # [tokens, HEADS, RANK], any strides but the last
     q_pe,  # [tokens, HEADS, ROPE], any strides but the last
-    kv_cache,  # [slots, RANK + ROPE], contiguous
+    kv_cache,  # [slots, WIDTH], contiguous; floats or FP8 latents
     key_slots,  # int64 [keys], contiguous; -1 for padding
     cu_seqlens_q,  # int32 [rows + 1]
     cu_seqlens_k,  # int32 [rows + 1]
@@ -49,6 +49,7 @@ def absorbed_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,7 +95,7 @@ def absorbed_kernel(
     for n0 in range(start, stop, BLOCK_N):
         key = n0 + tl.arange(0, BLOCK_N)
         live = slot >= 0
-        latent = kv_cache + slot.to(tl.int64)[:, None] * (RANK + ROPE)
+        latent = kv_cache + slot.to(tl.int64)[:, None] * WIDTH
         # One tile ahead, so that the next iteration knows the latents' addresses.
         slot = tl.load(key_slots + key + BLOCK_N, mask=key < stop - BLOCK_N, other=-1).to(tl.int32)
         top, total, acc = attend_latents(
@@ -118,7 +119,7 @@ def prefill_absorbed(
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, _ = q.shape
     _, nope, rank = w_uk.shape
-    parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, kv_cache.shape[2] - rank
+    parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, q.shape[2] - nope
     device = device_of(q)
     tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device)
     # Each row has blocks of its own, and its last one may be nearly empty.
@@ -151,6 +152,7 @@ def prefill_absorbed(
             HEADS=heads,
             RANK=rank,
             ROPE=rope,
+            WIDTH=kv_cache.shape[2],
             ROWS_BLOCK=power_of_two(rows),
             BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,
