@@ -100,9 +100,9 @@ class TransformersTarget(nn.Module):
         """Move the MTP layer and rotary frequencies to the weights' device, and drop recurrent states."""
         weight = _up_projection(self._trunk)
         self._prepared = _kind(weight)
-        has_mtp = self.mtp_layer is not None and self._mtp is not None
-        if has_mtp and _kind(_up_projection(self._mtp)) != self._prepared:
-            self.mtp_layer.to(weight.device, weight.dtype)  # `model.to` does not reach it
+        layer, cache = self.mtp_layer, self._mtp
+        if layer is not None and cache is not None and _kind(_up_projection(cache)) != self._prepared:
+            layer.to(weight.device, weight.dtype)  # `model.to` does not reach it
         self._rope = FixedRope(self.model)
         if self._states is not None:
             self._states.allocate(num_pages)
