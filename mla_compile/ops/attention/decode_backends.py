@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.attention.tiles import KV_LORA_RANKS, ROPE_HEAD_DIMS
 from mla_compile.ops.dispatch import FLOATS, HALF, Call, Candidate, Selection, describe_device, select
@@ -102,7 +103,7 @@ _GLUON = DecodeBackend(
     packages=("triton",),
     constraints={
         "dtype": (torch.bfloat16,),
-        "kv_cache.dtype": (torch.bfloat16,),
+        "kv_cache.dtype": (torch.bfloat16, FP8),
         "kv_lora_rank": range(512, 513),
         "qk_rope_head_dim": range(64, 65),
     },
