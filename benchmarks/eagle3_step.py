@@ -110,8 +110,7 @@ def floor(model: MLAForCausalLM, drafter: str, head: Path | None, batch: int) ->
     target = floor_bytes(model, batch, CONTEXT, drafts=drafts, by_mtp=head is None)
     kind = known_drafter("eagle3")
     assert kind is not None and kind.sizes is not None
-    weights, specs = (0, []) if head is None else kind.sizes(head, model)
-    of_token = sum(spec.bytes_per_token for spec in specs)
+    weights, of_token = (0, 0) if head is None else kind.sizes(head, model)
     return target + drafts * (weights + batch * CONTEXT * of_token)
 
 

@@ -138,11 +138,11 @@ class EngineConfig(EngineFields):
         affordable = 0
         if positions is not None and positions > LEAST_MAX_MODEL_LEN:
             specs = [spec for spec in model.cache_specs() if kind is not None or spec.owner == "target"]
+            of_token = sum(spec.bytes_per_token for spec in self.stored(specs))
             left = bytes_left(model) if left is None else left
             if kind is not None and kind.sizes is not None and self.drafter_model is not None:
-                weights, of_drafter = kind.sizes(self.drafter_model, model)
-                left, specs = left - weights, specs + of_drafter
-            of_token = sum(spec.bytes_per_token for spec in self.stored(specs))
+                weights, of_its_token = kind.sizes(self.drafter_model, model)
+                left, of_token = left - weights, of_token + of_its_token
             affordable = on.cache_bytes(left) // max(1, self.max_rows * of_token)
         if self.num_pages is not None:
             affordable = min(affordable, (self.num_pages - 1) * page_size)

@@ -97,8 +97,8 @@ class DrafterKind:
     needs_history: whether it reads `DecodeState.history`; states have none otherwise.
     needs_model: whether it has weights in a directory, `drafter_model`.
     check_model: raises `MLAError` for a `drafter_model` that cannot be its, before a target is loaded.
-    sizes: of `drafter_model`, for a target: the bytes of its weights, and its caches. Without it the default
-        `max_model_len` leaves no memory for them.
+    sizes: of `drafter_model`, for a target: the bytes of its weights, and those of its caches per token. Without it
+        the default `max_model_len` leaves no memory for them.
     """
 
     name: str
@@ -107,7 +107,7 @@ class DrafterKind:
     needs_history: bool = False
     needs_model: bool = False
     check_model: Callable[[str | Path], None] | None = None
-    sizes: Callable[[str | Path, Target], tuple[int, list[CacheSpec]]] | None = None
+    sizes: Callable[[str | Path, Target], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.build):
@@ -259,12 +259,12 @@ class NgramDrafter(nn.Module):
         return lookup_drafts(state.history, verified.num_cached + 1, verified.k)
 
 
-def _sizes_of_head(drafter_model: str | Path, model: Target) -> tuple[int, list[CacheSpec]]:
+def _sizes_of_head(drafter_model: str | Path, model: Target) -> tuple[int, int]:
     """See `DrafterKind.sizes`; no weight is read."""
     dtype = model.cache_specs()[0].dtype
     head, _ = load_head(drafter_model, model, dtype=dtype, on_meta=True)
     weights = sum(weight.nbytes for weight in head.parameters())
-    return weights, head.cache_specs()
+    return weights, sum(spec.bytes_per_token for spec in head.cache_specs())
 
 
 DRAFTERS = (
