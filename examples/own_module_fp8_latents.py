@@ -56,9 +56,7 @@ def main() -> None:
     num_cached = 0
     for tokens in (9, *[1] * 10):
         x = torch.randn(tokens, HIDDEN)
-        packed = pack_batch(
-            [tokens], [num_cached], table, x, has_sampled=[tokens == 1], page_size=PAGE_SIZE
-        )
+        packed = pack_batch([tokens], [num_cached], table, x, has_sampled=[tokens == 1], page_size=PAGE_SIZE)
         expected, got = (layer(*packed.tensors, packed.batch)[packed.order] for layer in layers)
         num_cached += tokens
         error = float((got - expected).norm() / expected.norm())

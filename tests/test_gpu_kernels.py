@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mla_compile import MLAError, mla_append, mla_decode
-from mla_compile.latents import fp8_width
+from mla_compile.latents import fp8_width, unpack
 from mla_compile.ops.attention.append import append_torch
-from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend, decode_call
 from mla_compile.ops.attention.masked_decode import mla_masked_decode
 from mla_compile.ops.attention.metadata import (
     decode_metadata_torch,
@@ -42,6 +42,7 @@ from mla_compile.ops.linear.tiles import many_block_tiles, matmul_tiles
 from mla_compile.ops.norm.rms_norm import fused_add_rms_norm
 from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
 from tests.kernel_cases import (
+    BACKENDS,
     HUGE,
     MaskedCase,
     MoeCase,
@@ -173,6 +174,21 @@ class TestOnTheGpu(DecodeConformance):
             case.seq_lens.copy_((lengths - shorter).clamp(min=0))
             graph.replay()
             check_decode(case, (out, lse))
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (20, 1), (20, 4), (32, 3)])
+def test_on_hopper_fp8_latents_have_the_bits_of_a_bfloat16_cache_that_holds_their_values(
+    heads: int, q_len: int
+) -> None:
+    """Over fixed splits: the narrow kernel then runs for both."""
+    sizes = {"heads": heads, "rank": 512, "rope": 64, "page_size": 64, "device": "cuda"}
+    case = decode_case([700, 64, 1, 0, 3000], q_len=q_len, dtype=torch.bfloat16, fp8=True, **sizes)
+    backend = BACKENDS["gluon_invariant"]
+    if (reason := backend.why_not(decode_call(case.operands(), captured=False))) is not None:
+        pytest.skip(f"{backend.name} {reason}")
+    values = replace(case, kv_cache=unpack(case.kv_cache, 512, torch.bfloat16))
+    found, expected = backend.run(case.operands()), backend.run(values.operands())
+    assert all(map(torch.equal, found, expected))
 
 
 class TestBatchInvariantOnTheGpu(DecodeInvariance):

@@ -48,9 +48,7 @@ def test_own_module_equals_eager_on_every_kind_of_batch(
 
 @pytest.mark.usefixtures("lowering")
 @runs("own_module_fp8_latents")
-def test_a_users_own_module_with_fp8_latents(
-    example: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_own_module_with_fp8_latents(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     example.main()  # compares results itself
     *lines, last = lines_of(capsys)
     assert len(lines) == 11

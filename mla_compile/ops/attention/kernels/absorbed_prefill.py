@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.chunks import block_of
 from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
@@ -121,7 +122,7 @@ def prefill_absorbed(
     _, nope, rank = w_uk.shape
     parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, q.shape[2] - nope
     device = device_of(q)
-    tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device)
+    tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device, fp8=kv_cache.dtype == FP8)
     # Each row has blocks of its own, and its last one may be nearly empty.
     blocks = (tokens * heads + rows * (tiles.queries - 1)) // tiles.queries
     splits = splits or num_splits(blocks, key_slots.shape[1], device)

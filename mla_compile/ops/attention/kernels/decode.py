@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.fixed_splits import (
     decode_by_fixed_splits,
     first_key_of,
@@ -228,7 +229,8 @@ def decode_triton(
     tokens, heads, rank = q_latent.shape
     rows, columns = operands.block_table.shape
     device = device_of(q_latent)
-    tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device)
+    fp8 = operands.kv_cache.dtype == FP8
+    tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device, fp8=fp8)
     blocks = rows * triton.cdiv(q_len * heads, tiles.queries)
     splits = splits or num_splits(blocks, columns * operands.kv_cache.shape[1], device)
 
@@ -258,7 +260,8 @@ def decode_triton_invariant(
     heads, rank = operands.q_latent.shape[1:]
     max_keys = operands.block_table.shape[1] * operands.kv_cache.shape[1]
     device = device_of(operands.q_latent)
-    tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device)
+    fp8 = operands.kv_cache.dtype == FP8
+    tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device, fp8=fp8)
 
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
         blocks = part.seq_lens.shape[0] * triton.cdiv(part.q_len * heads, tiles.queries)

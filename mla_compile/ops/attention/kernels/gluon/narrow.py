@@ -208,7 +208,7 @@ def narrow_kernel(
                 (load_fp8, (call, S, place, shared, STAGES)),
             ],
             [LOADERS],
-            [96 if BLOCK_R <= 32 else 80],  # chosen by spills
+            [104 if BLOCK_R <= 32 else 80],  # chosen by spills
         )
     else:
         gl.warp_specialize(
