@@ -155,7 +155,7 @@ def _in_cache(spec: CacheSpec, got: Tensor, before: Tensor, tolerance: float | N
     is_written = (_bits(expected) != _bits(before)).any(-1)
     if expected.dtype == FP8:  # the nearest values of two latents may be neighbours, 1/8 apart
         got, expected = (unpack(x, spec.kv_lora_rank, torch.float32) for x in (got, expected))
-        tolerance = 0.125
+        tolerance = max(tolerance or 0, 0.125)
     elif tolerance is None:
         tolerance = math.sqrt(max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps))
     differs = _bits(got) != _bits(expected)
