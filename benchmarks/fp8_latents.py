@@ -43,7 +43,7 @@ from mla_compile.latents import FP8, pack, unpack
 from mla_compile.models import MLAForCausalLM
 
 DTYPES: tuple[KvCacheDtype, ...] = ("auto", "fp8")
-TOKENS, TURN, TURNS, CHATS = 64, 32, (2, 10), 4
+TOKENS, TURN, TURNS, CHATS = 64, 32, (2, 10), 2
 """New tokens after a beginning and of a turn; the compared turns; chats of a text."""
 
 
@@ -100,14 +100,15 @@ def chat(
 ) -> list[list[int]]:
     """The answer of each turn. The text before it has the answers of `history`, or its own without them.
 
-    Latents of earlier turns are in the engine's prefix cache.
+    Latents of earlier turns are in the engine's prefix cache. With a history, only `TURNS` are answered at length.
     """
     engine = engine_with(model, dtype, num_speculative_tokens=0)
     text: list[int] = []
     answers = []
     for turn, question in enumerate(questions):
         text = text + question
-        answers.append(engine.generate([text], max_new_tokens=TURN, stop_ids=())[0].token_ids)
+        length = 1 if history and turn + 1 not in TURNS else TURN
+        answers.append(engine.generate([text], max_new_tokens=length, stop_ids=())[0].token_ids)
         text = text + (history or answers)[turn]
     return answers
 
