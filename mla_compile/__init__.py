@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # `_PARTS` for type checkers
     from mla_compile.ops import mla_attention as mla_attention
     from mla_compile.ops import mla_decode as mla_decode
     from mla_compile.ops import mla_prefill as mla_prefill
+    from mla_compile.ops import mla_select_keys as mla_select_keys
     from mla_compile.ops import prefill_segment as prefill_segment
     from mla_compile.packing import PackedBatch as PackedBatch
     from mla_compile.packing import pack_batch as pack_batch
@@ -52,6 +53,7 @@ _PARTS = {
         "mla_attention",
         "mla_decode",
         "mla_prefill",
+        "mla_select_keys",
         "prefill_segment",
     ),
     "packing": ("PackedBatch", "pack_batch"),

@@ -539,3 +539,45 @@ def check_matmul(x: Tensor, w: Tensor, got: Tensor) -> None:
     assert (
         (got.double() - exact).abs() <= added * size + unit * exact.abs() + torch.finfo(got.dtype).tiny
     ).all()
+
+
+SparseCase = tuple[Tensor, Tensor, Tensor, Tensor, float]
+"""Arguments of `mla_sparse_attention`."""
+
+
+def sparse_case(
+    counts: list[int],
+    *,
+    topk: int,
+    heads: int = 4,
+    rank: int = 32,
+    rope: int = 16,
+    slots: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> SparseCase:
+    """Token i has `counts[i]` distinct slots of a cache with `slots` (by default twice topk), NaN where none reads."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, slots = len(counts), max(slots, 2 * topk)
+    selected = torch.full((tokens, topk), -1, dtype=torch.int32)
+    for token, count in enumerate(counts):
+        selected[token, :count] = torch.randperm(slots, generator=g)[:count].to(torch.int32)
+    cache = torch.randn(slots, rank + rope, generator=g).to(dtype)
+    cache[torch.bincount(selected[selected >= 0], minlength=slots) == 0] = torch.nan
+    q_latent, q_pe = (torch.randn(tokens, heads, width, generator=g).to(dtype) for width in (rank, rope))
+    tensors = (x.to(device) for x in (q_latent, q_pe, cache.view(-1, 2, rank + rope), selected))
+    return (*tensors, (rank + rope) ** -0.5)
+
+
+def check_sparse(case: SparseCase, out: Tensor) -> None:
+    """`out` equals the definition, 0 where a token has no slot."""
+    q_latent, q_pe, cache, selected, scale = case
+    rank, flat = q_latent.shape[2], cache.flatten(0, 1).double()
+    assert out.is_contiguous() and out.dtype == q_latent.dtype and out.shape == q_latent.shape
+    for token, slots in enumerate(selected):
+        latents = flat[slots[slots >= 0].long()]
+        query = torch.cat([q_latent[token], q_pe[token]], dim=-1).double()
+        expected = (query @ latents.T * scale).softmax(-1) @ latents[:, :rank]
+        error = (out[token] - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
+        assert error < 2 * TOLERANCE[out.dtype], f"token {token}: {error}"

@@ -45,14 +45,14 @@ def mla_attention_reference(
             flat[slot] = latent
 
     outputs = []
-    for token, (table, keys) in enumerate(_tokens(batch)):
+    for token, (table, keys) in enumerate(tokens_of(batch)):
         index = torch.arange(keys, device=table.device)
         slots = table[index // kv_cache.shape[1]].long() * kv_cache.shape[1] + index % kv_cache.shape[1]
         outputs.append(attend_one(q_nope[token], q_pe[token], flat[slots], w_uk, w_uv, softmax_scale)[0])
     return torch.stack(outputs)
 
 
-def _tokens(batch: MLABatch) -> list[tuple[Tensor, int]]:
+def tokens_of(batch: MLABatch) -> list[tuple[Tensor, int]]:
     """Each packed token's row of the block table, and the number of keys that it sees."""
     tokens: list[tuple[Tensor, int]] = []
     if (decode := batch.decode) is not None:

@@ -84,6 +84,8 @@ class EngineConfig(EngineFields):
         pages_per_row = -(-longest // page_size)
         if model.is_recurrent:
             given = self._fitted_to_recurrent(k, longest)
+        if getattr(model, "selects_keys", False):
+            self._check_for_selected_keys()
         device = describe_device(model.device)  # other constraints are checked when the model runs
         call = Call(*device, captured=self.captures, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
@@ -147,6 +149,18 @@ class EngineConfig(EngineFields):
         if self.num_pages is not None:
             affordable = min(affordable, (self.num_pages - 1) * page_size)
         return default_max_model_len(positions, affordable)
+
+    def _check_for_selected_keys(self) -> None:
+        """Raises `MLAError` for a setting that attention over selected keys rules out."""
+        if self.batch_invariant:
+            expected = "False for a model with indexers, whose scores have no batch-invariant kernel"
+            raise MLAError("batch_invariant", expected, True)
+        if self.decode_backend is not None:
+            expected = "None for a model with indexers: no decode backend serves selected keys"
+            raise MLAError("decode_backend", expected, self.decode_backend)
+        if self.kv_cache_dtype == "fp8":
+            expected = "'auto' for a model with indexers: selected keys are read in the weights' dtype"
+            raise MLAError("kv_cache_dtype", expected, self.kv_cache_dtype)
 
     def _fitted_to_recurrent(self, k: int, longest: int) -> "EngineConfig":
         """A row keeps one block of pages, which locates its state, and its prompt runs in one piece."""

@@ -10,11 +10,14 @@ from mla_compile.models.settings import SETTINGS, check_settings
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 SAME_AS = {name: name for name in MODEL_TYPES} | {"kimi_k2": "deepseek_v3"}
 """How each `model_type` of a checkpoint is read. Kimi-K2 has DeepSeek-V3's architecture under another name."""
 WRAPPERS = {"kimi_k25": "language_model."}
 """Model types with a text model among others, whose config is `text_config`: the prefix of its tensors' names."""
+
+_SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
+"""The families with an indexer, and whether the rotated pairs of its queries and keys are adjacent."""
 
 # Settings that change the computation and have one value in every published checkpoint, also the default of a config
 # without the setting. DeepSeek's own code and transformers disagree on a normalised softmax routing.
@@ -22,7 +25,23 @@ _ONLY_VALUE: dict[str, dict[str, object]] = {
     "": {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1},
     "deepseek_v2": {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v32": {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+        "indexer_rope_interleave": False,
+        # Its layers share no selection.
+        "indexer_types": None,
+        "index_topk_freq": 1,
+        "index_topk_pattern": None,
+    },
     "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "glm_moe_dsa": {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+        "indexer_rope_interleave": True,
+    },
 }
 
 
@@ -86,8 +105,47 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class IndexerSettings:
+    """The indexers of a model with sparse MLA.
+
+    topk: keys that a token attends to.
+    interleave: whether the rotated pairs of its queries and keys are adjacent; of attention's they always are.
+    is_shared: for each layer of the trunk, whether it uses the selection of the layer before, and has no indexer.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    interleave: bool
+    is_shared: tuple[bool, ...]
+
+    @classmethod
+    def from_config(cls, config: Any, prefix: str = "config.") -> "IndexerSettings | None":
+        """None for a family without indexers. Raises `MLAError`, with `prefix` before a setting's name."""
+        if config.model_type not in _SPARSE:
+            return None
+        layers = config.num_hidden_layers
+        if config.index_head_dim < config.qk_rope_head_dim:
+            expected = f"at least qk_rope_head_dim = {config.qk_rope_head_dim}"
+            raise MLAError(f"{prefix}index_head_dim", expected, config.index_head_dim)
+        kinds = getattr(config, "indexer_types", None) or ["full"] * layers
+        if len(kinds) != layers or kinds[0] != "full":
+            expected = (
+                f"'full' or 'shared' for each of num_hidden_layers = {layers} layers, 'full' for the first"
+            )
+            raise MLAError(f"{prefix}indexer_types", expected, kinds)
+        return cls(
+            num_heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            topk=config.index_topk,
+            interleave=_SPARSE[config.model_type],
+            is_shared=tuple(kind == "shared" for kind in kinds),
+        )
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """Shapes and settings of a DeepSeek-V2, DeepSeek-V3 or GLM-4 MoE Lite model."""
+    """Shapes and settings of a model of one of the `MODEL_TYPES`."""
 
     vocab_size: int
     hidden_size: int
@@ -105,6 +163,7 @@ class Architecture:
     tie_word_embeddings: bool
     routing: Routing
     rope: Rope
+    indexer: IndexerSettings | None = None
 
     @property
     def num_layers(self) -> int:
@@ -123,7 +182,7 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Architecture":
-        """Read a `DeepseekV2Config`, `DeepseekV3Config` or `Glm4MoeLiteConfig`.
+        """Read a transformers config of one of the `MODEL_TYPES`.
 
         prefix: precedes a setting's name in an error.
 
@@ -144,6 +203,7 @@ class Architecture:
             is_moe=_moe_layers(config, prefix),
             routing=Routing.from_config(config, prefix),
             rope=Rope.from_config(config, prefix),
+            indexer=IndexerSettings.from_config(config, prefix),
         )
 
 
@@ -158,7 +218,7 @@ def _refuse_unsupported(config: Any, prefix: str) -> None:
 
 
 def _moe_layers(config: Any, prefix: str) -> tuple[bool, ...]:
-    if config.model_type != "glm4_moe_lite":
+    if config.model_type in ("deepseek_v2", "deepseek_v3"):
         return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
     kinds = config.mlp_layer_types or []
     if len(kinds) != config.num_hidden_layers:

@@ -63,7 +63,7 @@ def load_model(
     generation_config: Literal["auto", "none"] = "auto",
     parallel: Parallel | None = None,
 ) -> MLAForCausalLM:
-    """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
+    """Load a checkpoint of a family of docs/checkpoints.md: `config.json` and safetensors files.
 
     Of Kimi-K2.5 and its successors (`kimi_k25`) the text model is loaded, and images are not supported.
 

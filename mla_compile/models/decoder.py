@@ -17,16 +17,21 @@ class DecoderLayer(nn.Module):
     is_divided = False
     """Whether this process has only a part of the heads and of the MLP or experts (see `divide`)."""
 
-    def __init__(self, arch: Architecture, *, is_moe: bool) -> None:
+    def __init__(self, arch: Architecture, *, is_moe: bool, shares_selection: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.self_attn = MLAAttention(arch)
+        self.self_attn = MLAAttention(arch, shares_selection=shares_selection)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = MoE(arch) if is_moe else MLP(arch.hidden_size, arch.intermediate_size)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
-        """`hidden` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`."""
-        hidden = hidden + self._total(self.self_attn(self.input_layernorm(hidden), rope, batch))
+    def forward(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch, selected: list[Tensor]
+    ) -> Tensor:
+        """`hidden` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`.
+
+        selected: see `MLAAttention.forward`.
+        """
+        hidden = hidden + self._total(self.self_attn(self.input_layernorm(hidden), rope, batch, selected))
         normed = self.post_attention_layernorm(hidden)
         return hidden + self._total(
             self.mlp(normed, batch) if isinstance(self.mlp, MoE) else self.mlp(normed)
@@ -66,5 +71,5 @@ class MTPLayer(nn.Module):
             `[tokens, hidden_size]` after the norm, ready for the head: its logits at i are those of token i + 2.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        out: Tensor = self.norm(self.layer(x, rope, batch))
+        out: Tensor = self.norm(self.layer(x, rope, batch, []))
         return out

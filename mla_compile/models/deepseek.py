@@ -1,4 +1,4 @@
-"""The DeepSeek architecture over packed tokens, for DeepSeek-V2, DeepSeek-V3 and GLM-4 MoE Lite checkpoints."""
+"""The DeepSeek architecture over packed tokens, for checkpoints of all `MODEL_TYPES`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,11 @@ class MLAForCausalLM(nn.Module):
         self.config = config
         self.arch = arch = Architecture.from_config(config)
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(arch, is_moe=is_moe) for is_moe in arch.is_moe)
+        shared = (False,) * arch.num_layers if arch.indexer is None else arch.indexer.is_shared
+        self.layers = nn.ModuleList(
+            DecoderLayer(arch, is_moe=is_moe, shares_selection=is_shared)
+            for is_moe, is_shared in zip(arch.is_moe, shared, strict=True)
+        )
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.rotary = RotaryEmbedding(arch.rope)
         self.lm_head = (
@@ -76,11 +80,16 @@ class MLAForCausalLM(nn.Module):
         return False
 
     @property
+    def selects_keys(self) -> bool:
+        """Whether indexers select the keys that attention reads."""
+        return self.arch.indexer is not None
+
+    @property
     def has_mtp(self) -> bool:
         return self.mtp is not None
 
     def cache_specs(self) -> list[CacheSpec]:
-        """A cache of each layer, the MTP layer's last: latents in the weights' dtype."""
+        """The caches of each layer, the MTP layer's last: latents in the weights' dtype, and an indexer's keys."""
         specs = []
         for i, layer in enumerate(self.layers):
             attention = cast("DecoderLayer", layer).self_attn
@@ -106,8 +115,9 @@ class MLAForCausalLM(nn.Module):
         rope = self.rotary(positions)
         hidden = self.embed(token_ids)
         outputs: dict[int, Tensor] = {}
+        selected: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, batch)
+            hidden = layer(hidden, rope, batch, selected)
             if i in aux_layers:  # the others would stay in memory
                 outputs[i] = hidden
         return ForwardOutput(self.norm(hidden), tuple(outputs[i] for i in aux_layers))

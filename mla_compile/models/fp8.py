@@ -19,9 +19,9 @@ SCALE_SUFFIX = "_scale_inv"
 quantisation scales."""
 QUANTIZATION = ("quantization_config", "compression_config")
 """The settings of a config.json that may say how weights are quantised."""
-_PLAIN = ("kv_b_proj", "lm_head")
+_PLAIN = ("kv_b_proj", "lm_head", "weights_proj")
 """Layers that are never FP8 here: the heads of `kv_b_proj`, 192 output features each, straddle blocks, and some models
-share `lm_head` with the embedding."""
+share `lm_head` with the embedding, and an indexer's weights of heads are computed in float32."""
 
 
 class FP8Linear(KeepsDtype):

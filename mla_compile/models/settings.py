@@ -65,6 +65,18 @@ _LAYER_TYPES = _or_null(
     )
 )
 
+_INDEXER_TYPES = Rule(
+    f"a list of at most {_MAX_LAYERS} of 'full' and 'shared'",
+    lambda value: _is_list(value, _MAX_LAYERS, lambda kind: kind in ("full", "shared")),
+)
+_INDEXER_PATTERN = Rule(
+    f"a text of at most {_MAX_LAYERS} F and S, or {_INDEXER_TYPES.expected}",
+    lambda value: (
+        (type(value) is str and len(value) <= _MAX_LAYERS and set(value) <= {"F", "S"})
+        or _INDEXER_TYPES.accepts(value)
+    ),
+)
+
 SETTINGS: dict[str, Rule] = {
     "vocab_size": _integer(1, 2**24),
     "hidden_size": _WIDTH,
@@ -102,6 +114,14 @@ SETTINGS: dict[str, Rule] = {
     "moe_layer_freq": _or_null(_integer(1, _MAX_LAYERS)),
     "scoring_func": _or_null(_TEXT),
     "topk_method": _or_null(_TEXT),
+    "index_n_heads": _integer(1, 1024),
+    "index_head_dim": _HEAD_WIDTH,
+    "index_topk": _integer(1, 2**16),
+    "indexer_rope_interleave": _or_null(FLAG),
+    "indexer_types": _or_null(_INDEXER_TYPES),
+    "index_topk_freq": _integer(1, _MAX_LAYERS),
+    "index_skip_topk_offset": _integer(0, _MAX_LAYERS),
+    "index_topk_pattern": _or_null(_INDEXER_PATTERN),
 }
 
 HEAD_SETTINGS: dict[str, Rule] = {

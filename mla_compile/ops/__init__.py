@@ -4,6 +4,7 @@ from mla_compile.ops.attention import masked_decode, norm_rope  # noqa: F401
 from mla_compile.ops.attention.append import mla_append
 from mla_compile.ops.attention.decode import mla_decode
 from mla_compile.ops.attention.mla_attention import mla_attention
+from mla_compile.ops.attention.mla_select_keys import mla_select_keys
 from mla_compile.ops.attention.prefill import mla_prefill
 from mla_compile.ops.attention.segments import decode_segment, prefill_segment
 from mla_compile.ops.collectives import collectives as _collectives  # noqa: F401
@@ -18,5 +19,6 @@ __all__ = [
     "mla_attention",
     "mla_decode",
     "mla_prefill",
+    "mla_select_keys",
     "prefill_segment",
 ]

@@ -40,6 +40,12 @@ def write_latents(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Te
     flat.index_copy_(0, slots, values)
 
 
+def row_of(token: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """The row of each token of prompt chunks, by the prefix sum of their lengths; the last row for padding."""
+    row = torch.searchsorted(cu_seqlens_q[1:], token.to(torch.int32), right=True)
+    return row.clamp(max=cu_seqlens_q.shape[0] - 2)
+
+
 def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
     """Number of keys that each query token of a decode row sees, int32 `[rows, q_len]`.
 

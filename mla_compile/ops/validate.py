@@ -366,9 +366,10 @@ def is_batch(batch: object) -> None:
         refuse("batch", "an MLABatch", type(batch).__name__)
 
 
-def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
-    """Check that a batch has as many tokens as `q_nope`, and that its rows fit the cache and each other."""
-    Layouts().floats(q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"), kv_cache=(kv_cache, PAGED))
+def batch(batch: MLABatch, q: Tensor, kv_cache: Tensor, name: str = "q_nope") -> None:
+    """Check that a batch has as many tokens as the queries (`name`), and that its rows fit the cache and each other."""
+    queries: dict[str, Any] = {name: (q, "tokens, heads, width"), "kv_cache": (kv_cache, PAGED)}
+    Layouts().floats(**queries)
     page_size(batch.page_size, kv_cache)
     expected = 0
     if batch.decode is not None:
@@ -377,8 +378,8 @@ def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
     if batch.prefill is not None:
         _prefill_segment("batch.prefill.", batch.prefill, kv_cache)
         expected += batch.prefill.slot_mapping.shape[0]
-    if not same_size(q_nope.shape[0], expected):
-        raise MLAError("q_nope", f"{expected} tokens (those of batch)", q_nope.shape[0])
+    if not same_size(q.shape[0], expected):
+        raise MLAError(name, f"{expected} tokens (those of batch)", q.shape[0])
     if is_readable(kv_cache):
         _written_pages_have_one_owner(batch, kv_cache)
 

@@ -30,6 +30,8 @@ from torch import Tensor, fx
 from mla_compile.errors import MLAError
 from mla_compile.ops.attention.masked_decode import masked_decode_op
 from mla_compile.ops.attention.mla_attention import attention_op
+from mla_compile.ops.attention.select_keys import decode_select_op, prefill_select_op
+from mla_compile.ops.attention.sparse import sparse_op
 from mla_compile.ops.library import FLAG
 from mla_compile.ops.linear.matmul import batch_invariant_matmul_op as matmul_op
 from mla_compile.ops.linear.matmul import matmul_by_head_op
@@ -109,6 +111,8 @@ def _set_flag(node: fx.Node, target: Any) -> None:
     if target in (masked_decode_op, attention_op):
         hint = "use `mla_compile.mla_attention` and the backend's own passes"
         raise _refused(node, f"the op {target}", hint)
+    if target in (sparse_op, decode_select_op, prefill_select_op):
+        raise _refused(node, f"the op {target}", "use a model without an indexer")
     if target is matmul_by_head_op:
         node.target = matmul_op  # it has the same arguments
         set_example_value(node, fake_mode_of(node))

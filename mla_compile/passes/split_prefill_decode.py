@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.ops.attention.mla_attention import attention_op, lower_mla_attention
+from mla_compile.ops.attention.mla_select_keys import lower_select_keys, select_keys_op
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import calls, op_arguments
 
@@ -27,8 +28,9 @@ from mla_compile.passes.nodes import calls, op_arguments
 def split_prefill_decode(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without `mla_attention` is left untouched."""
     shared: dict[Any, fx.Node] = {}
-    for node in calls(gm.graph, attention_op):
-        arguments = tuple(op_arguments(node).values())
-        node.replace_all_uses_with(inline(node, lower_mla_attention, arguments, shared))
-        gm.graph.erase_node(node)
+    for op, lower in ((select_keys_op, lower_select_keys), (attention_op, lower_mla_attention)):
+        for node in calls(gm.graph, op):
+            arguments = tuple(op_arguments(node).values())
+            node.replace_all_uses_with(inline(node, lower, arguments, shared))
+            gm.graph.erase_node(node)
     return gm

@@ -14,6 +14,7 @@ kernel breaks ties: probabilities are summed as integers, and of equal logits th
 import torch
 from torch import Tensor
 
+from mla_compile.ops.ordering import distinct_keys, indices_of
 from mla_compile.ops.reductions.last_dim import row_argmax
 from mla_compile.ops.sampling.sample import masses, sample_tokens
 from mla_compile.speculate.state import DecodeState
@@ -113,14 +114,9 @@ def argmax(scores: Tensor) -> Tensor:
 def _likeliest(logits: Tensor, n: int) -> Tensor:
     """The ids of the n largest float32 logits `[..., vocab]`, the lowest ids first among equals: int64 `[..., n]`.
 
-    `topk` does not define which of equal logits it takes, and half types have many: the choice may depend on n or on
-    the number of rows. Here no two keys are equal: a logit's bits, ordered as integers, followed by the id.
+    Half types have many equal logits.
     """
-    bits = torch.where(logits == 0, 0, logits.view(torch.int32))  # -0 is as large as 0
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    last = logits.shape[-1] - 1
-    keys = (order << 32) | (last - torch.arange(last + 1, device=logits.device))
-    return last - (keys.topk(n, dim=-1).values & 0xFFFFFFFF)
+    return indices_of(distinct_keys(logits).topk(n, dim=-1).values, logits.shape[-1])
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor]:

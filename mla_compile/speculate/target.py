@@ -34,10 +34,12 @@ class ServedModel(Target, Protocol):
     """A `Target` that an engine can serve.
 
     A model may have more attributes. `max_position_embeddings`: its maximum number of tokens, which bounds
-    `max_model_len`. `num_aux_layers`: the number of layers whose outputs its forward can return; 0 by default. For
-    EAGLE-3 heads: `hidden_size`, and for those without embeddings `embed`, a function from token ids `[tokens]` to
-    `[tokens, hidden_size]`. For requests without their own: `default_sampling`, a dict of fields of `SamplingParams`,
-    and `stop_ids`, a list of end-of-sequence ids. A model without an MTP layer needs no `forward_mtp`.
+    `max_model_len`. `num_aux_layers`: the number of layers whose outputs its forward can return; 0 by default.
+    `selects_keys`: whether indexers select the keys that its attention reads, which rules out `batch_invariant` and a
+    `decode_backend`. For EAGLE-3 heads: `hidden_size`, and for those without embeddings `embed`, a function from token
+    ids `[tokens]` to `[tokens, hidden_size]`. For requests without their own: `default_sampling`, a dict of fields of
+    `SamplingParams`, and `stop_ids`, a list of end-of-sequence ids. A model without an MTP layer needs no
+    `forward_mtp`.
     """
 
     @property

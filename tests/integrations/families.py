@@ -50,6 +50,8 @@ _EXPERTS = _DENSE | {
     "topk_group": 2,
 }
 _V3 = _TEXT | _EXPERTS | {"first_k_dense_replace": 1}
+# So many heads that hardly any scores are 0, where transformers does not define which keys are selected.
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 6, "num_nextn_predict_layers": 1}
 _VISION = {
     "patch_size": 4,
     "pos_emb_height": 4,
@@ -71,6 +73,10 @@ _LONGCAT_EXPERTS = {
 _CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _V3 | {"topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2},
     "deepseek_v3": _V3 | {"rope_parameters": YARN, "num_nextn_predict_layers": 1},
+    "deepseek_v32": _V3 | _INDEXER | {"rope_parameters": YARN},
+    "glm_moe_dsa": _V3
+    | _INDEXER
+    | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"]},
     "glm4_moe_lite": _TEXT | _EXPERTS | {"rope_interleave": False, "num_nextn_predict_layers": 1},
     "kimi_k25": {
         "text_config": _V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},

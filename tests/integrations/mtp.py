@@ -18,7 +18,7 @@ from tests.models.small import add_shard, save
 
 STEPS = 40
 """Tokens that tests generate."""
-MTP_FAMILIES = ("deepseek_v3", "glm4_moe_lite", "longcat_flash")
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe_lite", "longcat_flash", "deepseek_v32", "glm_moe_dsa")
 _LONGCAT_SHARED = (
     "hidden_size",
     "intermediate_size",
@@ -39,10 +39,12 @@ _LONGCAT_SHARED = (
 def mtp_config(model: PreTrainedModel) -> Iterator[None]:
     """Gives the config what transformers' `MtpModel` asks of it, and takes it away again.
 
-    Neither the classes nor the published configs of GLM-4 MoE Lite and LongCat-Flash have it.
+    Neither the classes nor the published configs of most families have it.
     """
     config = model.config.get_text_config()
     needed = {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
+    if getattr(config, "layer_types", None):
+        needed["mtp_layer_types"] = config.layer_types[-1:]
     missing = {name: value for name, value in needed.items() if getattr(config, name, None) is None}
     for name, value in missing.items():
         setattr(config, name, value)
@@ -59,6 +61,8 @@ def random_mtp(model: PreTrainedModel, seed: int = 1) -> MtpModel:
         mtp.layers[0] = _longcat_layer(model.config)
     mtp.eval().requires_grad_(False)
     randomize(mtp.layers, seed)
+    if model.config.model_type == "glm_moe_dsa":  # `MtpLayer` does not expect the layer's second result
+        mtp.layers[0].mtp_block.register_forward_hook(lambda _module, _inputs, output: output[0])
     return mtp
 
 

@@ -629,15 +629,13 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
         accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "family", ["axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4"]
-)
-def test_models_with_an_indexer_are_refused_by_name(family: str) -> None:
+@pytest.mark.parametrize("family", ["axk2", "dots3_note", "glm5_next", "hy_v4", "mistral_large4"])
+def test_models_with_another_indexer_are_refused_by_name(family: str) -> None:
     in_wrapper = family in ("glm5_next", "mistral_large4")
     auto = AutoModelForImageTextToText if in_wrapper else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(family)).eval()
-    with pytest.raises(MLAError, match="whose indexer selects"):
+    with pytest.raises(MLAError, match="Indexer selects the keys"):
         accelerate(model)
 
 

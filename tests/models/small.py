@@ -12,7 +12,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -69,6 +71,22 @@ def glm_config(**changes: Any) -> Glm4MoeLiteConfig:
     return Glm4MoeLiteConfig(**_COMMON | heads | {"qk_rope_head_dim": 64, "num_hidden_layers": 2} | changes)
 
 
+TOPK = 6
+# So many heads that hardly any scores are 0, where transformers does not define which keys are selected.
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 20, "index_topk": TOPK}
+
+
+def v32_config(**changes: Any) -> DeepseekV32Config:
+    routing = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    return DeepseekV32Config(**_COMMON | routing | _INDEXER | changes)
+
+
+def glm5_config(**changes: Any) -> GlmMoeDsaConfig:
+    """Its second layer shares the selection of the first."""
+    types = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"]}
+    return GlmMoeDsaConfig(**_COMMON | {"first_k_dense_replace": 1} | _INDEXER | types | changes)
+
+
 CONFIGS: dict[str, PreTrainedConfig] = {
     "v3": v3_config(),
     "v3 without q_lora_rank": v3_config(q_lora_rank=None),
@@ -84,6 +102,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "v2 tied": v2_config(tie_word_embeddings=True),
     "glm": glm_config(),
     "glm not interleaved": glm_config(rope_interleave=False, q_lora_rank=None),
+    "v3.2": v32_config(),
+    "v3.2 yarn": v32_config(rope_parameters=dict(YARN)),
+    "v3.2 more keys than tokens": v32_config(index_topk=64),
+    "glm 5": glm5_config(),
+    "glm 5 tied": glm5_config(tie_word_embeddings=True, indexer_types=None, index_topk_freq=3),  # FFSS
 }
 
 
@@ -110,12 +133,18 @@ def reference_mtp_layer(model: PreTrainedModel) -> MtpLayer:
     """transformers' MTP layer of the classes that `model` is built of; its block is a MoE layer like the last one."""
     last = model.model.layers[-1]
     config = model.config
-    if config.model_type != "glm4_moe_lite":
+    if config.model_type in ("deepseek_v2", "deepseek_v3"):
         config = type(config)(**config.to_dict() | {"first_k_dense_replace": 0})
+    if config.model_type == "glm_moe_dsa":
+        config = type(config)(**config.to_dict() | {"indexer_types": ["full"] * config.num_hidden_layers})
     config._attn_implementation = "eager"
     layer = MtpLayer(config, type(last), type(last.input_layernorm), config.num_hidden_layers - 1)
     layer = layer.eval().requires_grad_(False)
     randomize(layer, seed=1)
+    if (
+        config.model_type == "glm_moe_dsa"
+    ):  # its layers return their selection too, which `MtpLayer` does not expect
+        layer.mtp_block.register_forward_hook(lambda _module, _inputs, output: output[0])
     return layer
 
 
@@ -147,7 +176,10 @@ def to_fp8(path: Path, quantize: Callable[[Tensor], tuple[Tensor, Tensor]], bloc
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     scales = {}
     for name, tensor in tensors.items():
-        if (name.endswith("_proj.weight") and "eh_proj" not in name) or "kv_a_proj_with_mqa" in name:
+        is_projection = name.endswith(
+            ("_proj.weight", "kv_a_proj_with_mqa.weight", "wq_b.weight", "wk.weight")
+        )
+        if is_projection and "eh_proj" not in name and "weights_proj" not in name:
             tensors[name], scales[name + "_scale_inv"] = quantize(tensor)
     for file in path.glob("*.safetensors*"):
         file.unlink()

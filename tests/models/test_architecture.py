@@ -12,14 +12,55 @@ from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.checkpoint import read_config
-from tests.models.published import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_7_FLASH, KIMI_K2
-from tests.models.small import CONFIGS, YARN, glm_config, v2_config, v3_config
+from tests.models.published import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM_4_7_FLASH,
+    GLM_5,
+    KIMI_K2,
+)
+from tests.models.small import CONFIGS, YARN, glm5_config, glm_config, v2_config, v3_config, v32_config
 
 
 def test_moe_starts_after_the_dense_layers():
     assert Architecture.from_config(v3_config(first_k_dense_replace=2)).is_moe == (False, False, True)
     sparse_first = glm_config(mlp_layer_types=["sparse", "dense"])
     assert Architecture.from_config(sparse_first).is_moe == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({"indexer_types": ["full", "shared", "full", "full"]}, [False, True, False, False]),
+        ({"indexer_types": None, "index_topk_freq": 2}, [False, False, True, False]),
+        ({"indexer_types": None, "index_topk_pattern": "FSSF"}, [False, True, True, False]),
+        ({"indexer_types": None}, [False] * 4),
+    ],
+)
+def test_layers_of_glm_5_share_the_selection_of_the_layer_before(changes, shared):
+    indexer = Architecture.from_config(glm5_config(**changes)).indexer
+    assert indexer is not None
+    assert list(indexer.is_shared) == shared
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("index_head_dim", v32_config(index_head_dim=4)),
+        ("index_topk", v32_config(index_topk=0)),
+        ("rope_interleave", v32_config(rope_interleave=False)),
+        ("indexer_rope_interleave", v32_config(indexer_rope_interleave=True)),
+        ("indexer_rope_interleave", glm5_config(indexer_rope_interleave=False)),
+        ("index_topk_freq", v32_config(index_topk_freq=2)),
+        ("indexer_types", glm5_config(indexer_types=["shared", "full", "full", "full"])),
+        ("indexer_types", glm5_config(indexer_types=["full"])),
+    ],
+)
+def test_indexers_of_another_form_are_refused_by_name(name, config):
+    with pytest.raises(MLAError, match=f"config.{name}: expected"):
+        Architecture.from_config(config)
 
 
 def test_greedy_routing_of_deepseek_v2_ignores_groups():
@@ -42,8 +83,13 @@ def test_yarn_scales_the_softmax_by_the_square_of_its_mscale():
         (DEEPSEEK_V2_LITE, 15.7, 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, 1),
         (GLM_4_7_FLASH, 29.9, 256**-0.5, 1),
         (KIMI_K2, 1026.4, 192**-0.5 * (0.1 * math.log(32) + 1) ** 2, 1),
+        (DEEPSEEK_V32, 671.9, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2, 3),
+        (GLM_5, 743.9, 256**-0.5, 3),
     ],
-    ids=["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V2-Lite", "GLM-4.7-Flash", "Kimi-K2"],
+    ids=[
+        *("DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V2-Lite", "GLM-4.7-Flash", "Kimi-K2", "DeepSeek-V3.2"),
+        "GLM-5",
+    ],
 )
 def test_a_published_config_gives_the_published_size(published, billions, softmax_scale, num_dense, tmp_path):
     (tmp_path / "config.json").write_text(published)
@@ -60,7 +106,7 @@ def test_a_published_config_gives_the_published_size(published, billions, softma
         assert Architecture.from_config(theirs) == model.arch
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("v3")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.split()[0] == "v3"])
 def test_kimi_k2_is_another_name_of_deepseek_v3(name, tmp_path):
     config, architectures = CONFIGS[name], []
     text = config.to_json_string(use_diff=False)

@@ -26,6 +26,7 @@ from tests.models.small import (
     set_quantization,
     to_fp8,
     v3_config,
+    v32_config,
 )
 
 PROMPTS = [[5, 9, 1, 30, 7], [2, 2, 8], [60, 4, 33, 21, 9, 11, 3]]
@@ -123,6 +124,19 @@ def test_a_plain_checkpoint_is_quantised_as_it_is_loaded(plain: Path, checkpoint
     assert relative_error(logits(made), logits(load_model(plain))) < 2**-3
     again = load_model(checkpoint, quantize="fp8").state_dict()
     assert all(torch.equal(again[name].float(), value.float()) for name, value in others.items())
+
+
+def test_the_projections_of_an_indexer_stay_in_fp8_and_its_weights_of_heads_do_not(tmp_path: Path) -> None:
+    config = v32_config(index_head_dim=128, index_n_heads=4, q_lora_rank=128)
+    model = reference_model(config)
+    path = save(model, tmp_path, reference_mtp_layer(model))
+    to_fp8(path, quantize, (128, 128))
+    kept = load_model(path)
+    for layer in (*kept.layers, kept.mtp.layer):
+        indexer = layer.self_attn.indexer
+        assert type(indexer.wq_b) is type(indexer.wk) is FP8Linear
+        assert indexer.weights_proj.weight.dtype == torch.float32
+    assert relative_error(logits(kept), logits(load_model(path, dequantize=True))) < 1e-5
 
 
 @pytest.mark.parametrize("intermediate", [128, 40])

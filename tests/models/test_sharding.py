@@ -58,7 +58,7 @@ def test_the_parts_of_all_gpus_are_the_tensor(name: str, expert_parallel: bool) 
 WHOLE = (
     *("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "input_layernorm"),
     *("post_attention_layernorm", "gate", "e_score_correction_bias", "enorm", "hnorm", "eh_proj", "norm"),
-    "inv_freq",
+    *("inv_freq", "wq_b", "wk", "k_norm", "bias", "weights_proj"),  # the last five: of an indexer
 )
 """What every GPU has all of: a new tensor gets a division, or its name comes here."""
 

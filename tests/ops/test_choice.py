@@ -28,6 +28,7 @@ from tests.kernel_cases import (
     norm_rope_append_case,
     prefill_args,
     prefill_metadata_args,
+    sparse_case,
 )
 from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
@@ -224,6 +225,18 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).all_args(), False),
     "moe_router": lambda dtype: (*router_args("v3", 3, 32, dtype), False),
     "row_argmax": lambda dtype: (torch.empty(4, 1000, dtype=dtype),),
+    "mla_sparse_attention": lambda dtype: sparse_case(
+        [3, 64], topk=64, heads=16, rank=512, rope=64, dtype=dtype
+    ),
+    "mla_decode_select": lambda dtype: (
+        *(torch.empty(2, 64, 128, dtype=dtype), torch.empty(2, 64), torch.empty(3, 64, 128, dtype=dtype)),
+        *(torch.ones(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32), None, 1, 2048),
+    ),
+    "mla_prefill_select": lambda dtype: (
+        *(torch.empty(2, 64, 128, dtype=dtype), torch.empty(2, 64), torch.empty(3, 64, 128, dtype=dtype)),
+        *(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([[0, 2]], dtype=torch.int32)),
+        *(torch.tensor([[64, 65]]), 2048),
+    ),
     "sample_tokens": lambda dtype: sample_args(4, 2, 1000, dtype),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),

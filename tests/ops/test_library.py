@@ -39,6 +39,23 @@ SCHEMAS = {
         "(Tensor x, Tensor weight, Tensor? bias, SymInt topk, SymInt num_groups, SymInt topk_groups, bool softmax, "
         "bool normalize, float scaling, bool batch_invariant=False) -> (Tensor weights, Tensor ids)"
     ),
+    "mla_sparse_attention": (
+        "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor selected, float softmax_scale) -> Tensor"
+    ),
+    "mla_select_keys": (
+        "(Tensor q, Tensor k, Tensor weights, Tensor(a!) index_cache, Tensor? decode_seq_lens, "
+        "Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "
+        "Tensor? prefill_cu_seqlens_q, Tensor? prefill_slot_mapping, Tensor? prefill_key_slots, "
+        "Tensor? prefill_cu_seqlens_k, SymInt q_len, int page_size, SymInt topk) -> Tensor"
+    ),
+    "mla_decode_select": (
+        "(Tensor q, Tensor weights, Tensor index_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
+        "SymInt q_len, SymInt topk) -> Tensor"
+    ),
+    "mla_prefill_select": (
+        "(Tensor q, Tensor weights, Tensor index_cache, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        "Tensor key_slots, SymInt topk) -> Tensor"
+    ),
     "mla_decode_metadata": (
         "(Tensor num_cached, Tensor block_table, Tensor? q_lens, SymInt q_len, int page_size) -> "
         "(Tensor seq_lens, Tensor valid, Tensor slot_mapping, Tensor positions)"
@@ -105,8 +122,8 @@ SCHEMAS = {
         "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
         "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "
         "Tensor? prefill_cu_seqlens_q, Tensor? prefill_slot_mapping, Tensor? prefill_key_slots, "
-        "Tensor? prefill_cu_seqlens_k, SymInt q_len, int page_size, float softmax_scale, str? decode_backend=None) "
-        "-> Tensor"
+        "Tensor? prefill_cu_seqlens_k, SymInt q_len, int page_size, float softmax_scale, str? decode_backend=None, "
+        "Tensor? selected=None) -> Tensor"
     ),
 }
 """What saved graphs and passes rely on."""

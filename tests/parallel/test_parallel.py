@@ -23,6 +23,7 @@ from mla_compile.ops.norm.rms_norm import add_rms_norm_op, all_reduce_add_rms_no
 from mla_compile.ranks import Ranks
 from tests.examples.pages import ROOT, blocks_of
 from tests.models.small import (
+    glm5_config,
     glm_config,
     reference_model,
     reference_mtp_layer,
@@ -30,6 +31,7 @@ from tests.models.small import (
     to_fp8,
     v2_config,
     v3_config,
+    v32_config,
 )
 from tests.parallel.ranks import run_ranks
 from tests.parallel.worker import loaded, texts
@@ -82,6 +84,8 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
             v2_config(vocab_size=96, q_lora_rank=None), 2, {"mtp": False, "expert_parallel": True}, id="v2"
         ),
         pytest.param(glm_config(vocab_size=96), 2, {"k": [3], "chooses": True}, id="glm, host"),
+        pytest.param(v32_config(vocab_size=96), 2, {"k": [2]}, id="v3.2"),
+        pytest.param(glm5_config(vocab_size=96), 2, {"k": [2]}, id="glm 5"),
         pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
         pytest.param(SMALL, 2, EXACT | {"lowering": "aot_eager"}, id="exact"),
         pytest.param(SMALL, 2, EXACT, id="exact, inductor", marks=pytest.mark.slow),

@@ -67,10 +67,25 @@ class LatentLayer(CacheLayerMixin):
         return -1
 
 
+class IndexerKeys:
+    """The paged keys of one indexer."""
+
+    def __init__(self, owner: "PagedLatentCache", indexer: Any) -> None:
+        self.owner = owner
+        self.indexer = indexer
+        self.kv_cache: Tensor | None = None
+
+    def spec(self, name: str, owner: Owner, lookahead: int = 0) -> CacheSpec:
+        """Keys in the dtype of the norm's weight."""
+        weight, width = self.indexer.k_norm.weight, self.indexer.head_dim
+        return CacheSpec(f"{name}.indexer", owner, width, weight.dtype, weight.device, self, lookahead)
+
+
 class PagedLatentCache(Cache):
     """The cache of one model (the trunk, or its MTP layer). `batch` maps the tokens of a forward to rows.
 
-    Layers without MLA (Kimi-Linear's) use transformers' own layers for recurrent states, `linear`.
+    `indexers` has the keys of the layers with an indexer. Layers without MLA (Kimi-Linear's) use transformers' own
+    layers for recurrent states, `linear`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,4 +95,14 @@ class PagedLatentCache(Cache):
         self.linear = {index: LinearAttentionLayer() for index in range(count) if index not in by_index}
         layers: dict[int, Any] = self.latent | self.linear
         super().__init__(layers=[layers[index] for index in range(count)])
+        self.indexers = {
+            index: IndexerKeys(self, module.indexer)
+            for index, module in by_index.items()
+            if getattr(module, "indexer", None) is not None
+        }
         self.batch: MLABatch | None = None
+
+    def specs(self, name: str, owner: Owner, lookahead: int = 0) -> list[CacheSpec]:
+        """Of all layers; `{}` in `name` stands for a layer's number."""
+        layers = [(i, layer) for i, latent in self.latent.items() for layer in (latent, self.indexers.get(i))]
+        return [layer.spec(name.format(i), owner, lookahead) for i, layer in layers if layer is not None]

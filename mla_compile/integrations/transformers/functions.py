@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
 
-from mla_compile.ops import mla_attention
+from mla_compile.ops import mla_attention, mla_select_keys
 from mla_compile.ops.attention.mla_attention import up_projections
+from mla_compile.ops.attention.norm_rope import rotate
 from mla_compile.ops.experts.moe import moe_experts
 
 if TYPE_CHECKING:
-    from mla_compile.integrations.transformers.cache import PagedLatentCache
+    from mla_compile.integrations.transformers.cache import IndexerKeys, PagedLatentCache
 
 ATTENTION = "mla_compile"
 """The name of `attention` in transformers' `AttentionInterface`. No mask function has that name, so transformers builds
@@ -26,6 +27,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """MLA over the paged latents, in the form of transformers' attention functions.
@@ -35,6 +37,7 @@ def attention(
         query: `[batch, heads, tokens, qk_nope_head_dim + qk_rope_head_dim]`, rotated.
         key, value: of the new tokens, expanded; not used.
         scaling: multiplies the scores.
+        indices: the result of `indexer`, of this layer or of an earlier one that it shares.
 
     Returns:
         `[batch, tokens, heads, v_head_dim]`, and no attention weights.
@@ -59,11 +62,54 @@ def attention(
         w_uv,
         layer.owner.batch,
         scaling,
+        None if indices is None else indices.flatten(0, 1),
     )
     return out.view(batch, tokens, heads, module.v_head_dim), None
 
 
 AttentionInterface.register(ATTENTION, attention)
+
+
+INDEXERS = {"DeepseekV32Indexer": False, "GlmMoeDsaIndexer": True}
+"""The classes of indexers that `indexer` can replace, and whether their rotated pairs are adjacent."""
+
+
+def indexer(
+    module: Any,
+    keys: "IndexerKeys",
+    hidden: Tensor,
+    q_latent: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Selection of keys, in the form of transformers' indexers of `INDEXERS`, with the module's own layers.
+
+    hidden, q_latent: `[batch, tokens, hidden_size]` and `[batch, tokens, q_lora_rank]`; position_embeddings: cos and
+    sin, `[batch, tokens, qk_rope_head_dim]`. Returns slots where transformers has positions, int32
+    `[batch, tokens, topk]`.
+    """
+    x, (cos, sin) = hidden.flatten(0, 1), (angles.flatten(0, 1) for angles in position_embeddings)
+    widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
+
+    def rotated(of: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotary, rest = of.split(widths, dim=-1)
+        return torch.cat([rotate(rotary, cos, sin, INDEXERS[type(module).__name__]), rest], dim=-1)
+
+    assert keys.kv_cache is not None
+    assert keys.owner.batch is not None
+    q = module.wq_b(q_latent).view(-1, module.n_heads, module.head_dim)
+    head_weights = module.weights_proj(x.to(module.weights_proj.weight.dtype)).float()
+    selected = mla_select_keys(
+        rotated(q, cos.unsqueeze(1), sin.unsqueeze(1)),
+        rotated(module.k_norm(module.wk(x)), cos, sin),
+        head_weights * (module.n_heads**-0.5 * module.softmax_scale),
+        keys.kv_cache,
+        keys.owner.batch,
+        topk=module.index_topk,
+    )
+    of_batch: Tensor = selected.unflatten(0, hidden.shape[:2])
+    return of_batch
 
 
 def has_our_experts(module: Any) -> bool:

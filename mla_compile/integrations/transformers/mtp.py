@@ -174,7 +174,7 @@ def _load(model: PreTrainedModel) -> nn.Module:
 
 @contextmanager
 def _mtp_known(model: PreTrainedModel, directory: Path) -> Iterator[None]:
-    """Set what `MtpModel.from_pretrained` needs of a model and GLM-4 MoE Lite lacks, and the checkpoint's directory.
+    """Set what `MtpModel.from_pretrained` needs of a model and its config may lack, and the checkpoint's directory.
 
     `from_pretrained` also assumes the published models' 61 or 47 layers: this sets the model's own number.
     """
@@ -183,6 +183,8 @@ def _mtp_known(model: PreTrainedModel, directory: Path) -> Iterator[None]:
     fields: dict[str, Any] = {"num_mtp_layers": 1}
     if hasattr(config, "mlp_layer_types"):
         fields["mtp_mlp_layer_types"] = ["sparse"]
+    if getattr(config, "layer_types", None):
+        fields["mtp_layer_types"] = config.layer_types[-1:]
     missing = {name: value for name, value in fields.items() if getattr(config, name, None) is None}
     patterns = vars(model).get("_keys_to_ignore_on_load_unexpected")
     try:

@@ -12,7 +12,13 @@ from mla_compile.batch import ForwardOutput, MLABatch
 from mla_compile.caches import CacheSpec
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.cache import PagedLatentCache, attention_layers
-from mla_compile.integrations.transformers.functions import ATTENTION, experts, has_our_experts
+from mla_compile.integrations.transformers.functions import (
+    ATTENTION,
+    INDEXERS,
+    experts,
+    has_our_experts,
+    indexer,
+)
 from mla_compile.integrations.transformers.recurrent import RecurrentStates
 from mla_compile.integrations.transformers.rope import FixedRope
 
@@ -52,8 +58,16 @@ class TransformersTarget(nn.Module):
             for module in part.modules()
             if has_our_experts(module)
         ]
+        self._indexers: list[tuple[Any, Any]] = [
+            (keys.indexer, partial(indexer, keys.indexer, keys))
+            for cache in (self._trunk, self._mtp)
+            if cache is not None
+            for keys in cache.indexers.values()
+        ]
         layers = enumerate(self.model.get_decoder().layers)
         self._hooks: list[tuple[Any, Any]] = [(layer, partial(self._keep_output, i)) for i, layer in layers]
+        block = getattr(mtp_layer, "mtp_block", None)
+        self._hooks += [] if block is None else [(block, _hidden_of_block)]
         self._rope = FixedRope(model)
         self._outputs: dict[int, Any] = {}
         """In a forward, the outputs of the layers that it is asked for, which hooks write within `installed`."""
@@ -91,6 +105,11 @@ class TransformersTarget(nn.Module):
     def is_recurrent(self) -> bool:
         return self._states is not None
 
+    @property
+    def selects_keys(self) -> bool:
+        """Whether indexers select the keys that attention reads."""
+        return bool(self._indexers)
+
     def fits_its_caches(self) -> bool:
         """Whether the weights still have the dtype and device of `prepare`, which `model.to` changes."""
         has_caches = next(iter(self._trunk.latent.values())).kv_cache is not None
@@ -108,10 +127,8 @@ class TransformersTarget(nn.Module):
             self._states.allocate(num_pages)
 
     def cache_specs(self) -> list[CacheSpec]:
-        specs = [layer.spec(f"layers.{i}.self_attn", "target") for i, layer in self._trunk.latent.items()]
-        if self._mtp is not None:
-            specs += [layer.spec("mtp.layer.self_attn", "drafter", 1) for layer in self._mtp.latent.values()]
-        return specs
+        specs = self._trunk.specs("layers.{}.self_attn", "target")
+        return specs + ([] if self._mtp is None else self._mtp.specs("mtp.layer.self_attn", "drafter", 1))
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
@@ -127,12 +144,21 @@ class TransformersTarget(nn.Module):
     def _run(self, input_ids: Tensor, position_ids: Tensor, batch: MLABatch) -> Tensor:
         """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` has the tokens row by row."""
         self._trunk.batch = batch
+        mask = self._mask(input_ids)
         out = self.model.get_decoder()(
-            input_ids=input_ids, position_ids=position_ids, past_key_values=self._trunk, use_cache=True
+            input_ids=input_ids,
+            attention_mask=None if mask is None else {"indexed_attention": mask},
+            position_ids=position_ids,
+            past_key_values=self._trunk,
+            use_cache=True,
         )
         self._trunk.batch = None
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def _mask(self, like: Tensor) -> Tensor | None:
+        """A mask that attention with an indexer slices before it passes it on; nothing reads it."""
+        return like.new_ones(1, 1, 1, 1, dtype=torch.bool) if self.selects_keys else None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids `[tokens]`, int64, to their embeddings `[tokens, hidden_size]`."""
@@ -158,7 +184,7 @@ class TransformersTarget(nn.Module):
             embeds,
             hidden[None],
             position_embeddings=self.model.get_decoder().rotary_emb(embeds, position_ids=position_ids),
-            attention_mask=None,
+            attention_mask=self._mask(next_token_ids),
             position_ids=position_ids,
             past_key_values=self._mtp,
         )
@@ -187,11 +213,16 @@ class TransformersTarget(nn.Module):
             for config in self._configs:
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION
-            for module, forward in self._experts:
+            for module, forward in (*self._experts, *self._indexers):
                 if "forward" not in vars(module):  # else other code has set it
                     module.forward = forward
                     stack.callback(delattr, module, "forward")
             yield
+
+
+def _hidden_of_block(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    """GLM-5's layers return their selection of keys too, which `MtpLayer` does not expect."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _up_projection(cache: PagedLatentCache) -> Tensor:
@@ -211,10 +242,12 @@ def check_model(model: Any) -> None:
     if not layers or not hasattr(model, "get_decoder"):
         hint = "docs/transformers.md lists the families"
         raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, hint)
-    if any(hasattr(layer, "indexer") for layer in layers):
-        got = f"a {type(model).__name__}, whose indexer selects the keys of each token"
-        hint = "docs/transformers.md lists the families"
-        raise MLAError("model", "a model whose tokens attend to all keys before them", got, hint)
+    indexers = [layer.indexer for layer in layers if getattr(layer, "indexer", None) is not None]
+    unknown = {type(each).__name__ for each in indexers} - INDEXERS.keys()
+    if unknown:
+        got = f"a {type(model).__name__}, whose {', '.join(sorted(unknown))} selects the keys of each token"
+        expected = f"a model without an indexer, or with one of {', '.join(INDEXERS)}"
+        raise MLAError("model", expected, got, "docs/transformers.md lists the families")
     if model.get_output_embeddings() is None:
         hint = "load it with AutoModelForCausalLM"
         raise MLAError("model", "a model with a language-model head", type(model).__name__, hint)

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.attention.append import append_op
 from mla_compile.ops.attention.decode import choose_backend, decode_op
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.attention.prefill import prefill_op
+from mla_compile.ops.attention.sparse import sparse_op
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear.matmul import matmul_by_head_op
 from mla_compile.torch_internals import run_check
@@ -39,6 +41,7 @@ class AttentionOperands(NamedTuple):
     page_size: int
     softmax_scale: float
     decode_backend: str | None = None
+    selected: Tensor | None = None
 
 
 @define_op(
@@ -50,6 +53,7 @@ class AttentionOperands(NamedTuple):
         "kv_c": "tokens, kv_lora_rank",
         "k_pe": "tokens, qk_rope_head_dim",
         "kv_cache": validate.PAGED,
+        "selected": "int32 tokens, topk or None",
     },
     run=lambda *args: lower_mla_attention(*args),
     name="mla_attention",
@@ -58,7 +62,12 @@ class AttentionOperands(NamedTuple):
     tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is selected by name may plan on the host
 )
 def _attention(call: AttentionOperands) -> Tensor:
-    if call.decode_backend is not None and call.decode_seq_lens is not None:
+    if call.selected is not None:
+        if call.decode_backend is not None:
+            hint = "no decode backend serves selected keys"
+            raise MLAError("batch.decode.backend", "None with selected", call.decode_backend, hint)
+        validate.slots("selected", call.selected, call.kv_cache)
+    elif call.decode_backend is not None and call.decode_seq_lens is not None:
         like_q_latent = call.w_uk.transpose(0, 1)  # its device, dtype, heads and width
         rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens
         given: Any = like_q_latent, call.q_pe, call.kv_cache, *rows, call.q_len, call.softmax_scale
@@ -77,14 +86,17 @@ def lower_mla_attention(*args: Any) -> Tensor:
     """
     call = AttentionOperands(*args)
     decode_slots, prefill_slots = call.decode_slot_mapping, call.prefill_slot_mapping
+    append_op(call.kv_c, call.k_pe, call.kv_cache, joined_slots(decode_slots, prefill_slots))
+    if call.selected is not None:  # a token's slots say all about it, so both segments are one
+        q_latent = matmul_by_head_op(call.q_nope, call.w_uk)
+        latent_out = sparse_op(q_latent, call.q_pe, call.kv_cache, call.selected, call.softmax_scale)
+        result: Tensor = matmul_by_head_op(latent_out, call.w_uv)
+        return result
     if decode_slots is not None and prefill_slots is not None:
         sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
-        append_op(call.kv_c, call.k_pe, call.kv_cache, torch.cat([decode_slots, prefill_slots]))
         decode_q_nope, prefill_q_nope = torch.split(call.q_nope, sizes)
         decode_q_pe, prefill_q_pe = torch.split(call.q_pe, sizes)
     else:
-        slots = prefill_slots if decode_slots is None else decode_slots
-        append_op(call.kv_c, call.k_pe, call.kv_cache, slots)
         decode_q_nope = prefill_q_nope = call.q_nope
         decode_q_pe = prefill_q_pe = call.q_pe
 
@@ -105,6 +117,13 @@ def lower_mla_attention(*args: Any) -> Tensor:
     return out
 
 
+def joined_slots(decode: Tensor | None, prefill: Tensor | None) -> Tensor | None:
+    """The slots of all tokens of a batch; either segment may be absent."""
+    if decode is None or prefill is None:
+        return prefill if decode is None else decode
+    return torch.cat([decode, prefill])
+
+
 def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -115,6 +134,7 @@ def mla_attention(
     w_uv: Tensor,
     batch: MLABatch,
     softmax_scale: float,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Multi-head latent attention of a packed batch over a paged latent cache, after appending the new latents to it.
 
@@ -133,6 +153,8 @@ def mla_attention(
             halves of `kv_b_proj`, views are fine.
         batch: the segments of the batch, which assign its tokens to rows.
         softmax_scale: multiplies the scores.
+        selected: the slots of the keys that each token attends to, int32 `[tokens, topk]`; -1 is no slot. None: all
+            keys before it and itself. `mla_select_keys` makes it; it must not hold a later token's slot.
 
     Returns:
         `[tokens, heads, v_head_dim]` in the dtype of `q_nope`; 0 for a token that sees no key.
@@ -141,27 +163,49 @@ def mla_attention(
         MLAError: an argument is invalid; raised before the cache is written. Lengths and slots are checked on the CPU
             only. Compiled code neither reads nor checks `seq_lens`, `block_table` and `host_lens` of prompt chunks.
     """
+    segments, q_len, backend = segment_arguments(batch, q_nope, kv_cache)
+    numbers = q_len, batch.page_size, softmax_scale, backend
+    arguments: tuple[Any, ...] = (
+        q_nope,
+        q_pe,
+        kv_c,
+        k_pe,
+        kv_cache,
+        w_uk,
+        w_uv,
+        *segments,
+        *numbers,
+        selected,
+    )
+    return _attention(*arguments)
+
+
+def segment_arguments(
+    batch: MLABatch, q: Tensor, cache: Tensor, name: str = "q_nope"
+) -> tuple[tuple[Tensor | None, ...], int, str | None]:
+    """The fields of a batch that ops take, checked: four of each segment; `q_len`; the decode backend's name.
+
+    q, name: queries of the batch's tokens, `[tokens, heads, width]`, and their name in errors; cache: has its pages.
+    """
     validate.is_batch(batch)
     if torch.compiler.is_compiling():
         segments = [
-            segment and tuple(getattr(segment, name) for name in names)
-            for segment, names in ((batch.decode, DECODE), (batch.prefill, PREFILL))
+            segment and tuple(getattr(segment, field) for field in fields)
+            for segment, fields in ((batch.decode, DECODE), (batch.prefill, PREFILL))
         ]
-        run_check(check_batch, q_nope, kv_cache, *segments)
+        run_check(check_batch, q, cache, *segments, name)
     else:
-        validate.batch(batch, q_nope, kv_cache)
+        validate.batch(batch, q, cache, name)
     decode, prefill = batch.decode, batch.prefill
-    rows: tuple[Any, ...] = (None,) * 4
+    rows: tuple[Tensor | None, ...] = (None,) * 4
     if decode is not None:
         rows = decode.seq_lens, decode.block_table, decode.slot_mapping, decode.q_lens
-    chunks: tuple[Any, ...] = (None,) * 4
+    chunks: tuple[Tensor | None, ...] = (None,) * 4
     if prefill is not None:
         slots, keys = prefill.slot_mapping, prefill.key_slots
         chunks = prefill.cu_seqlens_q, slots, keys, prefill.cu_seqlens_k
     q_len, backend = (1, None) if decode is None else (decode.q_len, decode.backend)
-    numbers = q_len, batch.page_size, softmax_scale, backend
-    arguments: tuple[Any, ...] = (q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, *rows, *chunks, *numbers)
-    return _attention(*arguments)
+    return (*rows, *chunks), q_len, backend
 
 
 _UNREAD = ("seq_lens", "block_table", "host_lens")
@@ -170,12 +214,12 @@ DECODE = tuple(f.name for f in fields(DecodeSegment))
 PREFILL = tuple(f.name for f in fields(PrefillSegment) if f.name not in _UNREAD)
 
 
-def check_batch(q_nope: Tensor, kv_cache: Tensor, decode: Any, prefill: Any) -> None:
+def check_batch(q: Tensor, cache: Tensor, decode: Any, prefill: Any, name: str = "q_nope") -> None:
     """`validate.batch` of the segments' fields that compiled code reads."""
     if prefill:
         known: dict[str, Any] = {**dict.fromkeys(_UNREAD), **dict(zip(PREFILL, prefill))}
         prefill = PrefillSegment(**known)
-    validate.batch(MLABatch(decode and DecodeSegment(*decode), prefill), q_nope, kv_cache)
+    validate.batch(MLABatch(decode and DecodeSegment(*decode), prefill), q, cache, name)
 
 
 def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:

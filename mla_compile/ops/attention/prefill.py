@@ -13,7 +13,7 @@ from mla_compile.ops.batch_invariant import product_by_row
 from mla_compile.ops.dispatch import FLOATS, HALF, SOME, Candidate, at_least, by_token, reference, triton
 from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.paging import read_latents
+from mla_compile.ops.paging import read_latents, row_of
 from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (
@@ -153,7 +153,7 @@ def prefill_torch(operands: PrefillOperands) -> Tensor:
     query = q.transpose(0, 1).to(dtype) * softmax_scale
     w_uk, w_uv, flat = w_uk.to(dtype), w_uv.to(dtype), kv_cache.view(-1, kv_cache.shape[2])
     token = torch.arange(tokens, device=q.device)
-    row = _row_of(token, cu_seqlens_q)
+    row = row_of(token, cu_seqlens_q)
     to_end = cu_seqlens_q[row + 1] - 1 - token
 
     def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ def prefill_by_token(operands: PrefillOperands) -> Tensor:
     query = q.to(accumulate_dtype(q.dtype))
     query = torch.cat([product_by_row(query[..., :nope], w_uk), query[..., nope:]], dim=-1)
     token = torch.arange(tokens, device=q.device)
-    row = _row_of(token, cu_seqlens_q)
+    row = row_of(token, cu_seqlens_q)
     to_end = cu_seqlens_q[row + 1] - 1 - token
     latents = kv_cache.view(-1, kv_cache.shape[2])
 
@@ -203,8 +203,3 @@ def prefill_by_token(operands: PrefillOperands) -> Tensor:
 
     out = in_parts(attend, key_slots.shape[0], merge_by_token)
     return operands.joined(product_by_row(out, w_uv).to(q.dtype))
-
-
-def _row_of(token: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    row = torch.searchsorted(cu_seqlens_q[1:], token.to(torch.int32), right=True)
-    return row.clamp(max=cu_seqlens_q.shape[0] - 2)

@@ -1,0 +1,85 @@
+"""The kernels of selection in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.triton_interpreter import mend_interpreter
+
+mend_interpreter()
+
+from mla_compile.ops.attention.kernels import select_keys as kernels  # noqa: E402
+from mla_compile.ops.attention.select_keys import decode_select_torch, prefill_select_torch  # noqa: E402
+from tests.cases import make_case  # noqa: E402
+
+
+def check(
+    decode: list[int],
+    prefill: list[tuple[int, int]],
+    *,
+    topk: int,
+    heads: int = 8,
+    dim: int = 20,
+    **sizes: Any,
+) -> None:
+    """The selection equals that of plain torch, order included. Small integers: every sum is exact."""
+    case = make_case(decode, prefill, **sizes)
+    g = torch.Generator().manual_seed(1)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, generator=g).to(case.q_nope.dtype)
+
+    tokens = case.q_nope.shape[0]
+    q, weights = whole(tokens, heads, dim), whole(tokens, heads).float()
+    cache = whole(*case.kv_cache.shape[:2], dim)
+    d, p = case.batch.decode, case.batch.prefill
+    written = ~case.kv_cache[..., 0].isnan()
+    for segment in (d, p):
+        if segment is not None:
+            written.view(-1)[segment.slot_mapping[segment.slot_mapping >= 0]] = True
+    cache[~written] = torch.nan
+    n = 0 if d is None else len(d.slot_mapping)
+    if d is not None:
+        rows = q[:n], weights[:n], cache, d.block_table, d.seq_lens, d.q_lens, d.q_len, topk
+        assert torch.equal(kernels.decode_select_triton(*rows), decode_select_torch(*rows))
+    if p is not None:
+        keys = q[n:], weights[n:], cache, p.cu_seqlens_q, p.cu_seqlens_k, p.key_slots, topk
+        assert torch.equal(kernels.prefill_select_triton(*keys), prefill_select_torch(*keys))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("topk", [1, 8, 90])
+def test_rows_and_chunks_of_all_lengths_select_as_plain_torch(topk: int, dtype: torch.dtype) -> None:
+    check([5, 0, 70], [(70, 0), (3, 66), (1, 0)], q_len=2, q_lens=[2, 0, 1], topk=topk, dtype=dtype)
+
+
+def test_widths_of_real_models() -> None:
+    check([70], [(3, 64)], topk=16, heads=64, dim=128, dtype=torch.bfloat16)
+    check([70], [(3, 64)], topk=16, heads=32, dim=128, page_size=64, dtype=torch.bfloat16)
+
+
+def test_contexts_in_parts_and_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_compile.ops.attention import segments
+
+    monkeypatch.setattr(kernels, "_WORKSPACE", 1)
+    monkeypatch.setattr(segments, "MAX_KEYS", 24)
+    check([], [(40, 50), (3, 2), (4, 30)], topk=8)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_drawn_batches(data: st.DataObject) -> None:
+    check(
+        data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3)),
+        data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=3)),
+        q_len=data.draw(st.integers(1, 3)),
+        page_size=data.draw(st.sampled_from([1, 4, 16])),
+        topk=data.draw(st.integers(1, 40)),
+        heads=data.draw(st.integers(1, 20)),
+        dim=data.draw(st.integers(1, 40)),
+        seed=data.draw(st.integers(0, 99)),
+    )
