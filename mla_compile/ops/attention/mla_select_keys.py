@@ -55,17 +55,19 @@ def lower_select_keys(*args: Any) -> Tensor:
     half = call.k.shape[1] // 2
     slots = joined_slots(decode_slots, prefill_slots)
     append_op(call.k[:, :half], call.k[:, half:], call.index_cache, slots)
-    parts = [(call.q, call.weights)] * 2
+    decode_q = prefill_q = call.q
+    decode_weights = prefill_weights = call.weights
     if decode_slots is not None and prefill_slots is not None:
         sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
-        parts = list(zip(torch.split(call.q, sizes), torch.split(call.weights, sizes), strict=True))
+        decode_q, prefill_q = torch.split(call.q, sizes)
+        decode_weights, prefill_weights = torch.split(call.weights, sizes)
     found = []
     if decode_slots is not None:
         rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens, call.q_len
-        found.append(decode_select_op(*parts[0], call.index_cache, *rows, call.topk))
+        found.append(decode_select_op(decode_q, decode_weights, call.index_cache, *rows, call.topk))
     if prefill_slots is not None:
         keys = call.prefill_cu_seqlens_q, call.prefill_cu_seqlens_k, call.prefill_key_slots
-        found.append(prefill_select_op(*parts[1], call.index_cache, *keys, call.topk))
+        found.append(prefill_select_op(prefill_q, prefill_weights, call.index_cache, *keys, call.topk))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -1,0 +1,56 @@
+"""The passes on models with indexers, with every fusion that a GPU has."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from mla_compile import mla_attention, mla_select_keys
+from mla_compile.errors import MLAError
+from mla_compile.passes import pipeline
+from tests.cases import make_case
+from tests.integrations.test_logits import Reader
+from tests.ops.test_sparse import SHAPES, index_case
+from tests.passes.capture import nodes_of, ops
+from tests.passes.steps import capture_steps
+
+EVERYWHERE: list[Any] = [
+    partial(each, require_kernel=False) if "require_kernel" in inspect.signature(each).parameters else each
+    for each in pipeline.PASSES
+]
+"""The default passes, on the CPU too."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_steps_with_every_fusion_give_the_stock_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(family)
+    capture = capture_steps(reader, EVERYWHERE, monkeypatch)
+    for _ in range(2):
+        reader.assert_as_stock(reader.decode(1))
+    (before,), (after,) = capture.before, capture.after
+    layers, indexers = (len(nodes_of(before, op)) for op in ("mla_attention", "mla_select_keys"))
+    assert (layers, indexers) == ((3, 3) if family == "deepseek_v32" else (4, 3))
+    assert len(nodes_of(after, "mla_sparse_attention")) == layers
+    assert len(nodes_of(after, "mla_decode_select")) == indexers
+    assert len(nodes_of(after, "mla_norm_rope_append")) == layers, "the latents'"
+    assert len(nodes_of(after, "mla_append")) == indexers, "the indexers' keys"
+    assert not {"mla_attention", "mla_select_keys", "mla_decode"} & set(ops(after))
+
+
+@pytest.mark.parametrize("shape", ["padded drafts", "mixed"])
+def test_a_users_own_calls_compile_to_what_eager_gives(shape: str) -> None:
+    def attend(case_args: tuple, q, k, weights, cache):
+        selected = mla_select_keys(q, k, weights, cache, case_args[7], topk=5)
+        return mla_attention(*case_args, selected=selected)
+
+    case = make_case(**SHAPES[shape])
+    expected = attend(case.clone().args(), *index_case(case))
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="mla", fullgraph=True)
+    torch.testing.assert_close(compiled(case.clone().args(), *index_case(case)), expected)
+    invariant = torch.compile(attend, backend="mla", fullgraph=True, options={"batch_invariant": True})
+    with pytest.raises(MLAError, match=r"batch_invariant: .*use a model without an indexer"):
+        invariant(case.clone().args(), *index_case(case))
