@@ -218,6 +218,46 @@ def acceptance() -> str:
     )
 
 
+def fp8_latents() -> str:
+    """Quality of FP8 latents beside float32 ones, of the shipped model."""
+    report = result("fp8_latents")
+
+    def of(domain: str) -> dict[str, Any]:
+        rows = [row for row in report["rows"] if row["text"] == domain]
+        auto, fp8 = (next(r for r in rows if r.get("kv_cache_dtype") == name) for name in ("auto", "fp8"))
+        both = {key: value for row in rows if "kv_cache_dtype" not in row for key, value in row.items()}
+        return both | {"auto": auto, "fp8": fp8}
+
+    def pair(row: dict[str, Any], *keys: str) -> str:
+        found = [functools.reduce(lambda x, key: x[key], keys, row[name]) for name in ("auto", "fp8")]
+        return " / ".join(fixed(value, 3) for value in found)
+
+    domains = list(dict.fromkeys(row["text"] for row in report["rows"]))
+    measured = {domain: of(domain) for domain in domains}
+    figures = {
+        "error of a latent, first layer / last layer": lambda r: (
+            f"{100 * r['first_layer_error']:.1f}% / {100 * r['last_layer_error']:.1f}%"
+        ),
+        "error of a logit, mean of the largest of a position": lambda r: fixed(r["logit_error"], 3),
+        "KL divergence, nats": lambda r: fixed(r["kl"], 4),
+        "positions with the same likeliest token": lambda r: f"{100 * r['same_token']:.1f}%",
+        "same tokens in turn 2 / turn 10 of a chat": lambda r: (
+            f"{100 * r['turn_2']:.0f}% / {100 * r['turn_10']:.0f}%"
+        ),
+        "tokens a step with 3 MTP drafts: float32 / FP8": lambda r: pair(r, "acceptance", "mtp"),
+        "tokens a step with 3 EAGLE-3 drafts: float32 / FP8": lambda r: pair(r, "acceptance", "eagle3"),
+        "loss of a copied text: float32 / FP8": lambda r: pair(r, "copy_loss"),
+        "accuracy of a copied text: float32 / FP8": lambda r: pair(r, "copy_accuracy"),
+    }
+    return sentences(
+        f"The shipped model in float32 with FP8 latents, beside float32 latents; {report['device']}, torch "
+        f"{report['torch']}."
+    ) + table(
+        ["", *(TEXTS[domain] for domain in domains)],
+        ((name, *(figure(measured[domain]) for domain in domains)) for name, figure in figures.items()),
+    )
+
+
 def fp8_agreement() -> str:
     """Effect of weights in FP8 on the tokens of the shipped model."""
     report = result("fp8_agreement")
@@ -942,6 +982,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "compile_time.cpu": compile_time,
     "acceptance": acceptance,
     "fp8_agreement": fp8_agreement,
+    "fp8_latents": fp8_latents,
     "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),
     "draft_length": lambda: _draft_length("draft_length"),
     "serving.v3": lambda: _serving("v3"),

@@ -6,13 +6,15 @@ more entry.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mla_compile.defaults import KvCacheDtype
 from mla_compile.errors import MLAError
+from mla_compile.latents import BLOCK, FP8, fp8_width
 from mla_compile.torch_internals import mark_cache
 
 Owner = Literal["target", "drafter"]
@@ -29,6 +31,7 @@ class CacheSpec:
     lookahead: number of tokens after a token that its entry depends on. Prompts share a page only if these agree too.
     heads: entries per token, each of `width` elements. A page of the batch is `heads` pages of the cache: page p has
         the entries of head h in page `p * heads + h`.
+    kv_lora_rank: the columns of the width that are a latent, which `stored_as` may keep in FP8; 0 for other contents.
     """
 
     name: str
@@ -39,6 +42,7 @@ class CacheSpec:
     layer: Any
     lookahead: int = 0
     heads: int = 1
+    kv_lora_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("lookahead", 0), ("heads", 1)):
@@ -49,6 +53,20 @@ class CacheSpec:
     @property
     def bytes_per_token(self) -> int:
         return self.heads * self.width * self.dtype.itemsize
+
+    def stored_as(self, kv_cache_dtype: KvCacheDtype) -> "CacheSpec":
+        """The same cache for an engine's setting: with "fp8", latents are FP8 (`latents.py`).
+
+        Other contents stay the same, and so do latents of a drafter whose sizes do not fit the format.
+
+        Raises:
+            MLAError: the sizes of the target's latents do not fit it.
+        """
+        rank = self.kv_lora_rank
+        if kv_cache_dtype == "auto" or rank == 0 or (rank % BLOCK and self.owner == "drafter"):
+            return self
+        width = fp8_width(rank, self.width - rank, "kv_cache_dtype")
+        return replace(self, width=width, dtype=FP8)
 
     @property
     def cache(self) -> Tensor:

@@ -7,6 +7,7 @@ which no guard compares: `torch_internals.run_check` misses both.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from mla_compile.ops.attention.mla_attention import DECODE, PREFILL, attention_op, check_batch
@@ -64,7 +65,8 @@ def _check(
                 tuple(given[f"{segment}_{field}"] for field in fields) if segment in segments else None
                 for segment, fields in _SEGMENTS.items()
             )
-            check_batch(cache.new_empty(1).expand(num, 1, 1), cache, decode, prefill)
+            floats = cache.dtype if cache.is_floating_point() else torch.float32  # FP8 latents are bytes
+            check_batch(cache.new_empty(1, dtype=floats).expand(num, 1, 1), cache, decode, prefill)
 
     return check
 

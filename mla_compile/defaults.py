@@ -31,6 +31,8 @@ LEAST_PROMPT_TOKENS = 512
 DrafterName = Literal["mtp", "ngram", "eagle3"]
 """The names in `speculate.drafter.DRAFTERS`."""
 DtypeName = Literal["float32", "bfloat16"]
+KvCacheDtype = Literal["auto", "fp8"]
+"""Of latents: the dtype of the weights, or FP8 (`latents.py`)."""
 
 
 @dataclass(frozen=True)

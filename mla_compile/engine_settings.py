@@ -8,7 +8,7 @@ field names. Checks other than an integer's `least` and `most` belong in `Engine
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
 from mla_compile.defaults import (
     DEFAULT_MAX_ROWS,
@@ -16,6 +16,7 @@ from mla_compile.defaults import (
     MAX_DRAFTS,
     DrafterName,
     DtypeName,
+    KvCacheDtype,
     setting,
 )
 from mla_compile.errors import MLAError
@@ -34,6 +35,7 @@ class EngineSettings(TypedDict, total=False):
     max_model_len: int | None
     page_size: int | None
     num_pages: int | None
+    kv_cache_dtype: KvCacheDtype
     max_tokens_per_step: int | None
     prefix_caching: bool
     compile: bool | None
@@ -121,6 +123,9 @@ class EngineFields:
         num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
             `max_model_len` tokens. With fewer, a request that finds no page is preempted and runs again later, with its
             emitted tokens as part of its prompt (but see `batch_invariant`); at least as many as one request needs.
+        kv_cache_dtype: "auto" caches latents in the weights' dtype, "fp8" in FP8 with a float32 scale for every 128
+            values: 0.57 times the bytes (docs/serving.md). For a `kv_lora_rank` that is a multiple of 128, on a CPU or
+            a GPU of SM 89 or newer. The cache of a drafter with MLA follows; other caches of drafters do not.
         max_tokens_per_step: maximum number of query tokens of a step; a longer prompt takes several steps. By default
             2048, or 512 more than the tokens of `max_rows` decode rows if that is larger.
         prefix_caching: whether prompts reuse cached pages of others with the same beginning.
@@ -199,6 +204,11 @@ class EngineFields:
         metavar="N",
         show_default=IN_WORDS["num_pages"],
     )
+    kv_cache_dtype: KvCacheDtype = setting(
+        "auto",
+        "generate serve plan",
+        "The dtype of cached latents. auto: that of the weights; fp8: 8 bits with a scale for every 128 values.",
+    )
     max_tokens_per_step: int | None = setting(
         None,
         "serve plan",
@@ -247,6 +257,8 @@ class EngineFields:
             if each.type in (bool, bool | None) and type(value) not in (bool, *get_args(each.type)):
                 expected = "True or False" if each.type is bool else "True, False or None"
                 raise MLAError(each.name, expected, f"{value!r:.80}")
+            if get_origin(each.type) is Literal and value not in get_args(each.type):
+                raise MLAError(each.name, " or ".join(map(repr, get_args(each.type))), f"{value!r:.80}")
             if least is None or (value is None and NoneType in get_args(each.type)):
                 continue
             if type(value) is not int or not least <= value <= most:

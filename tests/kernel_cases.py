@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from mla_compile.latents import FP8, pack, unpack
 from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
 from mla_compile.ops.attention.operands import DecodeOperands, NormRopeAppendOperands
 from mla_compile.ops.dtypes import accumulate_dtype
@@ -53,8 +54,12 @@ def decode_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    fp8: bool = False,
 ) -> DecodeCase:
-    """Pages are shuffled. Memory that no row owns (page 0, page tails) is NaN; unused table entries are huge."""
+    """Pages are shuffled. Memory that no row owns (page 0, page tails) is NaN; unused table entries are huge.
+
+    fp8: the cache has FP8 latents; values, scales and rotary keys that no row owns are NaN.
+    """
     g = torch.Generator(device).manual_seed(seed)
     used = [-(-n // page_size) for n in seq_lens]
     columns = columns or max(1, *used)
@@ -78,12 +83,23 @@ def decode_case(
 
     valid = None if q_lens is None else lengths(q_lens)
     scale = (rank + rope) ** -0.5
+    cache = fp8_cache(cache, rank) if fp8 else cache
     return DecodeCase(queries(rank), queries(rope), cache, table, lengths(seq_lens), valid, q_len, scale)
+
+
+def fp8_cache(kv_cache: Tensor, rank: int) -> Tensor:
+    """A cache of floats with FP8 latents; of NaN, all bytes are 0xFF: values, scales and rotary keys that are NaN."""
+    tokens = kv_cache.flatten(0, 1)
+    packed = pack(tokens[:, :rank], tokens[:, rank:])
+    packed[tokens.isnan().all(1)] = 0xFF
+    return packed.unflatten(0, kv_cache.shape[:2])
 
 
 def decode_reference(case: DecodeCase) -> tuple[Tensor, Tensor]:
     """out and lse in float64, one query token at a time."""
     rank = case.q_latent.shape[2]
+    if case.kv_cache.dtype == FP8:
+        case = replace(case, kv_cache=unpack(case.kv_cache, rank, torch.float64))
     page_size = case.kv_cache.shape[1]
     outs, lses = [], []
     for row, seq_len in enumerate(case.seq_lens.tolist()):
@@ -333,6 +349,15 @@ def check_moe(case: MoeCase, got: Tensor) -> None:
     assert error < TOLERANCE[got.dtype], error
 
 
+def fp8_case(case: Case) -> tuple[Case, Case]:
+    """A case with FP8 latents, and one of floats with the values that they have."""
+    rank, dtype = case.kv_c.shape[1], case.kv_c.dtype
+    packed = replace(case, kv_cache=fp8_cache(case.kv_cache, rank))
+    new = unpack(pack(case.kv_c, case.k_pe), rank, dtype)
+    stored = unpack(packed.kv_cache, rank, dtype)
+    return packed, replace(case, kv_c=new[:, :rank], k_pe=new[:, rank:], kv_cache=stored)
+
+
 def prefill_args(case: Case) -> tuple:
     """Arguments that `mla_attention` passes to the op `mla_prefill` for a case of prompt chunks only.
 
@@ -341,7 +366,7 @@ def prefill_args(case: Case) -> tuple:
     segment = case.batch.prefill
     assert segment is not None
     kv_cache = case.kv_cache.clone()
-    write_latents(torch.cat([case.kv_c, case.k_pe], dim=-1), kv_cache, segment.slot_mapping)
+    write_latents(case.kv_c, case.k_pe, kv_cache, segment.slot_mapping)
     query = torch.cat([case.q_nope, case.q_pe], dim=-1)
     keys = segment.cu_seqlens_q, segment.cu_seqlens_k, segment.key_slots
     return query, kv_cache, case.w_uk, case.w_uv, *keys, case.softmax_scale

@@ -43,7 +43,7 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> MLAForCausa
     return model.to(dtype)
 
 
-def one_layer_model(dtype: torch.dtype = torch.float64) -> MLAForCausalLM:
+def one_layer_model(dtype: torch.dtype = torch.float64, rank: int = 16) -> MLAForCausalLM:
     """One dense layer and an MTP layer: its steps take milliseconds, and compile much faster than `tiny_model`'s."""
     config = DeepseekV3Config(
         vocab_size=VOCAB,
@@ -58,7 +58,7 @@ def one_layer_model(dtype: torch.dtype = torch.float64) -> MLAForCausalLM:
         n_group=1,
         topk_group=1,
         first_k_dense_replace=9,
-        kv_lora_rank=16,
+        kv_lora_rank=rank,
         q_lora_rank=None,
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,

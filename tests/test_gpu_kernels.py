@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mla_compile import MLAError, mla_append, mla_decode
+from mla_compile.latents import fp8_width, unpack
 from mla_compile.ops.attention.append import append_torch
-from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend, decode_call
 from mla_compile.ops.attention.masked_decode import mla_masked_decode
 from mla_compile.ops.attention.metadata import (
     decode_metadata_torch,
@@ -55,6 +56,7 @@ from tests.kernel_cases import (
     check_prefill,
     decode_case,
     drawn_matmul,
+    fp8_cache,
     masked_case,
     metadata_args,
     moe_case,
@@ -174,6 +176,21 @@ class TestOnTheGpu(DecodeConformance):
             case.seq_lens.copy_((lengths - shorter).clamp(min=0))
             graph.replay()
             check_decode(case, (out, lse))
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (20, 1), (20, 4), (32, 3)])
+def test_on_hopper_fp8_latents_have_the_bits_of_a_bfloat16_cache_that_holds_their_values(
+    heads: int, q_len: int
+) -> None:
+    """Over fixed splits: the narrow kernel then runs for both."""
+    sizes = {"heads": heads, "rank": 512, "rope": 64, "page_size": 64, "device": "cuda"}
+    case = decode_case([700, 64, 1, 0, 3000], q_len=q_len, dtype=torch.bfloat16, fp8=True, **sizes)
+    backend = BACKENDS["gluon_invariant"]
+    if (reason := backend.why_not(decode_call(case.operands(), captured=False))) is not None:
+        pytest.skip(f"{backend.name} {reason}")
+    values = replace(case, kv_cache=unpack(case.kv_cache, 512, torch.bfloat16))
+    found, expected = backend.run(case.operands()), backend.run(values.operands())
+    assert all(map(torch.equal, found, expected))
 
 
 class TestBatchInvariantOnTheGpu(DecodeInvariance):
@@ -467,6 +484,30 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     mla_append(latents[:, :512], latents[:, 512:], cache, slots)
     append_torch(latents[:, :512], latents[:, 512:], expected, slots)
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("widths", [(512, 64), (384, 20)], ids=str)
+def test_fp8_latents_have_the_bytes_of_the_torch_code_fused_and_alone(
+    widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    rank, rope = widths
+    kv_c = torch.randn(300, rank, device="cuda") * 10.0 ** torch.randint(-6, 5, (300, 1), device="cuda")
+    kv_c[0, :128], kv_c[3, 5], kv_c[6, -1] = 0, torch.nan, -torch.inf
+    kv_c, k_pe = kv_c.to(dtype), torch.randn(300, rope, device="cuda").to(dtype)
+    cache = torch.full((11, 32, fp8_width(rank, rope)), 0xFF, dtype=torch.uint8, device="cuda")
+    slots = torch.randperm(352, device="cuda")[:300]
+    slots[::5] = -1
+    expected = cache.clone()
+    mla_append(kv_c, k_pe, cache, slots)
+    append_torch(kv_c, k_pe, expected, slots)
+    assert torch.equal(cache, expected)
+    case = norm_rope_append_case(300, rank, rope, dtype=dtype, device="cuda")
+    packed = case._replace(kv_cache=fp8_cache(torch.full_like(case.kv_cache, torch.nan), rank))
+    for each in (case, packed):
+        assert is_triton("mla_norm_rope_append", *each)
+        mla_norm_rope_append(**each._asdict())
+    assert torch.equal(packed.kv_cache, fp8_cache(case.kv_cache, rank))
 
 
 @pytest.fixture(scope="module", params=[row.name for row in PREFILL if row.name != "reference"])

@@ -14,7 +14,7 @@ PACKAGE = Path(mla_compile.__file__).parent
 
 # Lower parts first. A part may import those of lower levels and its own level's.
 LEVELS = [
-    {"defaults", "ending", "errors", "hub", "progress", "suggest", "torch_internals"},
+    {"defaults", "ending", "errors", "hub", "latents", "progress", "suggest", "torch_internals"},
     {"batch", "caches", "ranks", "sampling_params"},
     {"ops"},
     {"check_batches", "packing"},

@@ -42,16 +42,17 @@ def run_interpreted(marks: str) -> None:
 @cache
 def mend_interpreter() -> None:
     """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, bfloat16 products, float32
-    of the smallest bfloat16 numbers, and the nearest bfloat16 of a float32 number.
+    of the smallest bfloat16 numbers, and the nearest bfloat16 or e4m3 of a float32 number.
 
     And speed: without it the tests take three times as long.
     """
     import numpy as np
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    cast = interpreter.InterpreterBuilder.cast_impl
+    cast, to_fp = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_fp_to_fp
 
     def patched(tensor, scope):
         patch(tensor, scope)
@@ -75,7 +76,18 @@ def mend_interpreter() -> None:
             return widened(operand)
         return nearest(operand) if kinds == (tl.float32, tl.bfloat16) else cast(self, operand, dtype)
 
+    def converted_e4m3(self, operand, dtype, rounding):
+        kinds, data = (operand.dtype.scalar, dtype.scalar), torch.from_numpy(operand.data.copy())
+        if kinds == (tl.float32, tl.float8e4nv):
+            data = data.to(torch.float8_e4m3fn).view(torch.uint8)
+        elif kinds == (tl.float8e4nv, tl.float32):
+            data = data.view(torch.float8_e4m3fn).to(torch.float32)
+        else:
+            return to_fp(self, operand, dtype, rounding)
+        return interpreter.TensorHandle(data.numpy(), dtype.scalar)
+
     interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_fp_to_fp = converted_e4m3
     interpreter.InterpreterBuilder.cast_impl = converted
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
         self, widened(a), widened(b), *rest

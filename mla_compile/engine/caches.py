@@ -19,7 +19,8 @@ class EngineCaches:
         self._model, self._drafter = model, drafter
         with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             model.prepare(config.num_pages)
-            self.specs = cache_specs(model, drafter)  # after `prepare`, which may change a dtype or device
+            # After `prepare`, which may change a dtype or device.
+            self.specs = config.stored(cache_specs(model, drafter))
             allocate(self.specs, config.num_pages, config.page_size)
         self.lookahead = max((spec.lookahead for spec in self.specs), default=0)
         self._allocated = [(spec.layer, spec.cache) for spec in self.specs]

@@ -1,9 +1,11 @@
 """The configuration of an engine: one frozen object that the engine, the command and integrations share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mla_compile.backend import resolve_settings
+from mla_compile.caches import CacheSpec
 from mla_compile.defaults import (
     DEFAULT_DRAFTS,
     DEFAULT_TOKENS_PER_STEP,
@@ -49,6 +51,14 @@ class EngineConfig(EngineFields):
         options = {"batch_invariant": self.batch_invariant, "captured": self.captures}
         return {**resolve_settings(self.mode, options), "triton.cudagraphs": False}
 
+    def stored(self, specs: Iterable[CacheSpec]) -> list[CacheSpec]:
+        """The caches of a model and its drafter with latents of `kv_cache_dtype`.
+
+        Raises:
+            MLAError: sizes of latents that do not fit it.
+        """
+        return [spec.stored_as(self.kv_cache_dtype) for spec in specs]
+
     def fitted_to(
         self, model: ServedModel, *, device_type: str | None = None, left: int | None = None
     ) -> "FittedConfig":
@@ -61,6 +71,7 @@ class EngineConfig(EngineFields):
             MLAError: a setting that the model or its device rules out, named.
         """
         _check_model(model)
+        self.stored(model.cache_specs())  # before anything is allocated
         on = defaults_on(device_type or model.device.type)
         page_size, k, given = self.page_size or on.page_size, self._drafts(model), self
         # Without drafts the model need not support any drafter.
@@ -129,7 +140,7 @@ class EngineConfig(EngineFields):
         affordable = 0
         if positions is not None and positions > LEAST_MAX_MODEL_LEN:
             specs = [spec for spec in model.cache_specs() if kind is not None or spec.owner == "target"]
-            of_token = sum(spec.bytes_per_token for spec in specs)
+            of_token = sum(spec.bytes_per_token for spec in self.stored(specs))
             left = bytes_left(model) if left is None else left
             if kind is not None and kind.sizes is not None and self.drafter_model is not None:
                 weights, of_its_token = kind.sizes(self.drafter_model, model)
@@ -147,6 +158,9 @@ class EngineConfig(EngineFields):
         if self.decode_backend is not None:
             expected = "None for a model with indexers: no decode backend serves selected keys"
             raise MLAError("decode_backend", expected, self.decode_backend)
+        if self.kv_cache_dtype == "fp8":
+            expected = "'auto' for a model with indexers: selected keys are read in the weights' dtype"
+            raise MLAError("kv_cache_dtype", expected, self.kv_cache_dtype)
 
     def _fitted_to_recurrent(self, k: int, longest: int) -> "EngineConfig":
         """A row keeps one block of pages, which locates its state, and its prompt runs in one piece."""

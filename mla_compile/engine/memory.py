@@ -88,7 +88,7 @@ def plan_memory(
     left = None if usable is None else usable - _num_bytes(divided) - _num_bytes(alike)
     fitted = config.fitted_to(model, device_type=device_type, left=left)
     drafter = fitted.build_drafter(model)
-    specs = cache_specs(model, drafter)
+    specs = fitted.stored(cache_specs(model, drafter))
     caches |= {id(spec.layer.kv_cache) for spec in specs}
     alike += [x for _, x in named_tensors(drafter) if id(x) not in of_model and id(x) not in caches]
     return MemoryPlan(

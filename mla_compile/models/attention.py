@@ -50,9 +50,9 @@ class MLAAttention(nn.Module):
 
     def cache_specs(self, name: str, owner: Owner, lookahead: int = 0) -> list[CacheSpec]:
         """The layer's cache, latents in the weights' dtype, and that of its indexer."""
-        weight, width = self.kv_b_proj.weight, self.arch.latent_width
-        specs = [CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)]
-        return specs + (self.indexer.cache_specs(name, owner, lookahead) if self.indexer is not None else [])
+        weight, width, rank = self.kv_b_proj.weight, self.arch.latent_width, self.arch.kv_lora_rank
+        spec = CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead, kv_lora_rank=rank)
+        return [spec, *(() if self.indexer is None else self.indexer.cache_specs(name, owner, lookahead))]
 
     def fill(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> None:
         """As `forward`, for the cache alone. A compiled graph leaves out the attention, whose result is not used."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.latents import FP8, pack, unpack
 
 
 def slots_of(
@@ -23,10 +24,11 @@ def slots_of(
     return torch.where(inside, pages * page_size + positions % page_size, -1)
 
 
-def write_latents(latents: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write `latents` `[tokens, width]` to their slots of `kv_cache`; slot -1 writes nowhere."""
-    if latents.shape[0] == 0:
+def write_latents(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write latents and rotary keys `[tokens, ...]` to their slots of `kv_cache`; slot -1 writes nowhere."""
+    if kv_c.shape[0] == 0:
         return
+    latents = pack(kv_c, k_pe) if kv_cache.dtype == FP8 else torch.cat([kv_c, k_pe], dim=-1)
     flat = kv_cache.view(-1, kv_cache.shape[-1])
     # "Writes nowhere" without a data-dependent shape: a masked token repeats the write of the first valid one
     # (same value, same slot). Without a valid token all rewrite slot 0 with its current value.
@@ -84,16 +86,32 @@ def check_alignment(kv_cache: Tensor) -> None:
         raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), hint)
 
 
-def gather_latents(kv_cache: Tensor, block_table: Tensor, columns: int, seq_lens: Tensor) -> Tensor:
-    """Latents of the pages in the first `columns` of the table, `[rows, columns * page_size, width]`.
+def read_latents(kv_cache: Tensor, index: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> Tensor:
+    """Entries of a cache, along its first dimension: latents and rotary keys `[..., kv_lora_rank + qk_rope_head_dim]`.
+
+    FP8 latents are returned in `dtype`, others in their own.
+    """
+    found = kv_cache.index_select(0, index)
+    return unpack(found, kv_lora_rank, dtype) if kv_cache.dtype == FP8 else found
+
+
+def gather_latents(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    columns: int,
+    seq_lens: Tensor,
+    kv_lora_rank: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Latents of the pages in the first `columns` of the table, `[rows, columns * page_size, width]`: `read_latents`.
 
     Positions at or past a row's `seq_lens` are zeros, whatever the memory holds (`0 x NaN` is NaN). Table entries that
     only serve such positions are never followed.
     """
-    _, page_size, width = kv_cache.shape
+    page_size = kv_cache.shape[1]
     rows = block_table.shape[0]
     position = torch.arange(columns * page_size, device=kv_cache.device)
     live = position < seq_lens[:, None]
     pages = torch.where(live[:, ::page_size], block_table[:, :columns], 0)
-    latents = kv_cache.index_select(0, pages.reshape(-1)).view(rows, -1, width)
+    latents = read_latents(kv_cache, pages.reshape(-1), kv_lora_rank, dtype).view(rows, len(position), -1)
     return latents.masked_fill_(~live[..., None], 0)

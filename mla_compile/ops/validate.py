@@ -18,12 +18,16 @@ from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.dispatch import in_words
+from mla_compile.latents import FP8, fp8_width
+from mla_compile.ops.dispatch import FLOAT8, describe_device, in_words, is_nvidia_gpu_here
 from mla_compile.ops.paging import slots_of
 from mla_compile.torch_internals import is_fake, refuse, size_hint, statically_known_true
 
-PAGED = "num_pages, page_size, kv_lora_rank + qk_rope_head_dim"
+_WIDTH = "kv_lora_rank + qk_rope_head_dim"
+PAGED = f"num_pages, page_size, {_WIDTH}"
 """The layout of a paged cache, which must be contiguous and have a page."""
+LATENTS = f"pages, page_size, {_WIDTH}"
+"""The layout of a cache that a graph may have computed."""
 TABLE = "int32 rows, max_pages"
 """The layout of a block table."""
 
@@ -67,6 +71,9 @@ class Layouts:
             self.check(name, x, layout, dtype=_INTEGERS.get(kind), like=like)
             if kind in _INTEGERS:
                 continue
+            if name == "kv_cache" and x.dtype == FP8:
+                _converts_fp8(name, x)
+                continue
             if x.dtype not in _FLOATS:
                 raise MLAError(name, "float16, bfloat16, float32 or float64", _show(x))
             if kind != "float" and x.dtype != first.dtype:
@@ -85,22 +92,14 @@ class Layouts:
     ) -> None:
         """Check the type, rank, dtype and sizes of a tensor, and that it is on the device of `like`."""
         argument, name = name, self.prefix + name
-        if not isinstance(x, Tensor):
-            raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
-        dims, shape = dims_of(layout), x.shape
-        if len(shape) != len(dims):
-            raise MLAError(name, f"{len(dims)} dimensions [{layout}]", f"{len(shape)}: {list(shape)}")
-        if dtype is not None and x.dtype != dtype:
-            expected = in_words((dtype,))
-            raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
-        if like is not None and x.device != like.device:
-            raise MLAError(name, f"a tensor on {like.device}", x.device)
-        if layout == PAGED and not x.is_contiguous():
-            hint = "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
-            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", hint)
-        sizes = self._sizes
+        dims, sizes = dims_of(layout), self._sizes
+        _check_kind(name, x, layout, len(dims), dtype, like)
+        shape = x.shape
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
+            if word == _WIDTH and x.dtype == FP8:
+                self._check_fp8(name, shape)
+                continue
             if word in _AT_LEAST_1 and statically_known_true(size < 1):
                 raise MLAError(name, f"{word} >= 1", list(shape))
             if word not in sizes:
@@ -114,6 +113,17 @@ class Layouts:
                 meaning = f"{word} of {self._first[word]}" if word in self._first else word
                 wanted = f"size {sizes[word]} ({meaning}){' or 1' if or_1 else ''}"
                 raise MLAError(name, f"{wanted} in dimension {dim}", list(shape))
+
+    def _check_fp8(self, name: str, shape: Sequence[int]) -> None:
+        """Check the bytes of a token with FP8 latents, if the sizes that they follow from are known."""
+        sizes = self._sizes
+        rank, rope = sizes.get("kv_lora_rank"), sizes.get("qk_rope_head_dim")
+        if rope is None and rank is not None and _WIDTH in sizes:
+            rope = sizes[_WIDTH] - rank
+        if rank is not None and rope is not None:
+            width = fp8_width(rank, rope, name)
+            if not same_size(shape[-1], width):
+                raise MLAError(name, f"{width} bytes a token, of FP8 latents of {rank} + {rope}", list(shape))
 
     def _computed(self, word: str) -> int | None:
         """The value of a sum of products of names and numbers; None if one of the names has no size yet."""
@@ -145,6 +155,32 @@ def dims_of(layout: str) -> tuple[tuple[str, bool], ...]:
 @functools.cache
 def _terms(word: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(term.split(" * ")) for term in word.split(" + "))
+
+
+def _check_kind(
+    name: str, x: object, layout: str, num_dims: int, dtype: torch.dtype | None, like: Tensor | None
+) -> None:
+    """Check all but the sizes of a tensor."""
+    if not isinstance(x, Tensor):
+        raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
+    if x.dim() != num_dims:
+        raise MLAError(name, f"{num_dims} dimensions [{layout}]", f"{x.dim()}: {list(x.shape)}")
+    if dtype is not None and x.dtype != dtype:
+        expected = in_words((dtype,))
+        raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
+    if like is not None and x.device != like.device:
+        raise MLAError(name, f"a tensor on {like.device}", x.device)
+    if layout == PAGED and not x.is_contiguous():
+        hint = (
+            "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
+        )
+        raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", hint)
+
+
+def _converts_fp8(name: str, x: Tensor) -> None:
+    """Refuses FP8 latents on a GPU that has no instructions to convert them."""
+    if is_nvidia_gpu_here(x.device) and (describe_device(x.device)[1] or FLOAT8) < FLOAT8:
+        raise MLAError(name, "no FP8 latents, which need a GPU of SM 89 or newer", _show(x))
 
 
 def _show(x: Tensor) -> str:

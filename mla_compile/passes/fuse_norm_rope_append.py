@@ -45,7 +45,7 @@ def fuse_norm_rope_append(
     def is_append(node: fx.Node) -> bool:
         if not is_call(node, append_op):
             return False
-        return not require_kernel or first_serves(NORM_ROPE_APPEND, tensor_of(op_arguments(node)["kv_cache"]))
+        return not require_kernel or first_serves(NORM_ROPE_APPEND, tensor_of(_parts(node)[0]))
 
     def fuse(append: fx.Node) -> str:
         given = op_arguments(append)

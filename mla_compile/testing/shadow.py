@@ -8,9 +8,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from mla_compile.caches import CacheSpec
 from mla_compile.engine import Engine
 from mla_compile.engine.config import check_positive
 from mla_compile.errors import MLAError
+from mla_compile.latents import FP8, unpack
 from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.state import FIRST_TOKEN
@@ -118,7 +120,7 @@ def _differences(
         with torch.compiler.set_stance("force_eager"):
             decoder.forward(state, *chunks)
         found = [
-            _in_cache(spec.name, got, spec.cache, was, tolerance)
+            _in_cache(spec, got, was, tolerance)
             for spec, got, was in zip(specs, results, before, strict=False)
         ]
         compiled = dict(zip(state.named(), results[len(caches) :], strict=True))
@@ -147,11 +149,15 @@ def _read_later(ran: Tensor, runs_next: Tensor, eager: DecodeState) -> dict[str,
     }
 
 
-def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, tolerance: float | None) -> str:
+def _in_cache(spec: CacheSpec, got: Tensor, before: Tensor, tolerance: float | None) -> str:
     """A line for the first wrong value: not near eager's in a slot that eager writes, or changed in any other slot."""
-    if tolerance is None:
-        tolerance = math.sqrt(max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps))
+    expected = spec.cache
     is_written = (_bits(expected) != _bits(before)).any(-1)
+    if expected.dtype == FP8:  # the nearest values of two latents may be neighbours, 1/8 apart
+        got, expected = (unpack(x, spec.kv_lora_rank, torch.float32) for x in (got, expected))
+        tolerance = max(tolerance or 0, 0.125)
+    elif tolerance is None:
+        tolerance = math.sqrt(max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps))
     differs = _bits(got) != _bits(expected)
     slots = differs.any(-1).nonzero()[:, 0]
     mine, theirs = (x.flatten(0, 1)[slots].double() for x in (got, expected))
@@ -164,7 +170,7 @@ def _in_cache(layer: str, got: Tensor, expected: Tensor, before: Tensor, toleran
     i, column = _first(wrong)
     page, offset = divmod(int(slots[i]), got.shape[1])
     note = "" if is_written[slots[i]] else "eager writes nothing there"
-    place = f"{layer}: page {page}, slot {offset} of it, column {column}"
+    place = f"{spec.name}: page {page}, slot {offset} of it, column {column}"
     return _line(place, float(mine[i, column]), float(theirs[i, column]), wrong, note)
 
 

@@ -10,6 +10,7 @@ from mla_compile import Engine
 from mla_compile.engine import Request
 from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.pages import PagePool
+from mla_compile.latents import FP8
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import SpeculativeDecoder
 from tests.models_for_tests import one_layer_model, poison_caches
@@ -27,6 +28,8 @@ def engine(k: int = 3, model: MLAForCausalLM | None = None, **settings: object) 
     for spec in made._caches.specs:  # of a drafter too
         if spec.dtype.is_floating_point:
             spec.cache.fill_(torch.nan)
+        elif spec.dtype == FP8:
+            spec.cache.fill_(0xFF)  # values, scales and rotary keys are NaN
     return made
 
 

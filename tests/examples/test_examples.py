@@ -46,6 +46,15 @@ def test_own_module_equals_eager_on_every_kind_of_batch(
     assert len(lines) == 10 and last == "10 batches, 3 graphs"
 
 
+@pytest.mark.usefixtures("lowering")
+@runs("own_module_fp8_latents")
+def test_a_users_own_module_with_fp8_latents(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    example.main()  # compares results itself
+    *lines, last = lines_of(capsys)
+    assert len(lines) == 11
+    assert last == "bytes of a cached token: 1056 in float32, 280 with FP8 latents"
+
+
 @pytest.mark.long
 @runs("own_module_drafter")
 def test_a_users_own_module_gives_drafters_the_outputs_of_its_layers(

@@ -35,6 +35,7 @@ from mla_compile.engine import Engine
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, generation, restore
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.latents import FP8
 from tests.integrations.families import FAMILIES, prompts, stock_model
 from tests.integrations.mtp import MTP_FAMILIES, random_mtp, with_mtp
 from tests.integrations.stock import greedy, left_padded
@@ -406,6 +407,18 @@ def test_the_model_itself_stays_as_it_was(model: Any) -> None:
     assert model.config.to_dict() == before
     assert list(model.state_dict()) == state
     assert torch.equal(model(IDS, attention_mask=MASK).logits, logits)
+
+
+def test_fp8_latents_serve_until_the_weights_have_another_dtype() -> None:
+    model = stock_model("deepseek_v3", kv_lora_rank=128)
+    plain = generate(accelerate(model, compile=False))
+    fp8 = accelerate(model, compile=False, kv_cache_dtype="fp8")
+    first, served_by = generate(fp8), fp8.mla._engine
+    assert {spec.dtype for spec in served_by._caches.specs} == {FP8}
+    assert torch.equal(generate(fp8), first) and fp8.mla._engine is served_by
+    assert (first == plain).float().mean() > 0.5, "random weights make near-ties"
+    generate(fp8.to(torch.bfloat16))
+    assert fp8.mla._engine is not served_by
 
 
 def test_a_batch_invariant_engine_serves_where_it_is_asked_for(model: Any) -> None:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mla_compile.latents import pack
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     DecodeBackend,
@@ -76,6 +77,25 @@ class DecodeConformance:
     @pytest.mark.parametrize("page_size", [1, 5, 16, 64])
     def test_every_page_size_that_it_declares(self, subject: Subject, page_size: int) -> None:
         subject.check([65, 1, 64, 0, 63], q_len=2, page_size=page_size)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize(("heads", "q_len"), [(20, 1), (4, 3)])
+    def test_fp8_latents(self, subject: Subject, heads: int, q_len: int, dtype: torch.dtype) -> None:
+        page, rank = subject.page_size, max(subject.rank, 256)
+        lengths = [0, 1, 2, page - 1, page, page + 1, 70]
+        subject.check(lengths, q_len=q_len, heads=heads, rank=rank, dtype=dtype, fp8=True)
+
+    def test_fp8_latents_that_are_not_finite_show_in_the_rows_that_see_them(self, subject: Subject) -> None:
+        case = subject.case([20, 33, 5], q_len=2, rank=max(subject.rank, 128), fp8=True)
+        healthy, (_, page_size, _) = subject.run(case), case.kv_cache.shape
+        rank, token = case.q_latent.shape[2], 17  # of the second row
+        spoilt = case.kv_cache.clone()
+        slot = int(case.block_table[1, token // page_size]) * page_size + token % page_size
+        latent = torch.full((1, rank), torch.inf, device=spoilt.device)
+        spoilt.flatten(0, 1)[slot] = pack(latent, latent[:, : subject.rope])[0]
+        for found, before in zip(subject.run(replace(case, kv_cache=spoilt)), healthy, strict=True):
+            assert torch.equal(found[:2], before[:2]) and torch.equal(found[4:], before[4:])
+            assert found[2:4].isnan().all()
 
     def test_lengths_about_the_borders_of_splits(self, subject: Subject) -> None:
         subject.check([n + d for n in (64, 128, 256) for d in (-1, 0, 1)], q_len=2, columns=20)

@@ -20,7 +20,7 @@ from mla_compile.ops.attention.operands import PrefillOperands
 from mla_compile.ops.attention.prefill import PREFILL
 from mla_compile.ops.dispatch import Candidate
 from tests.cases import Case, make_case
-from tests.kernel_cases import check_prefill, prefill_args
+from tests.kernel_cases import check_prefill, fp8_case, prefill_args
 
 Chunks = list[tuple[int, int]]
 
@@ -85,6 +85,12 @@ class PrefillConformance:
     )
     def test_ragged_chunks_with_context(self, subject: Subject, chunks: Chunks, dtype: torch.dtype) -> None:
         subject.check(chunks, dtype=dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("chunks", [[(16, 0), (17, 0), (33, 0)], [(5, 3), (2, 0), (1, 40)]], ids=str)
+    def test_fp8_latents(self, subject: Subject, chunks: Chunks, dtype: torch.dtype) -> None:
+        packed, values = fp8_case(subject.case(chunks, dtype=dtype, rank=128))
+        check_prefill(values, subject.out(prefill_args(packed)))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize(

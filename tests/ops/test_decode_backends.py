@@ -299,9 +299,10 @@ def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
     call = decode_call(meta, captured=False)
     assert call.device_type == "meta"
     sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "page_size": 16, QUERY_ROWS: "few"}
-    assert call.facts == {"dtype": torch.float32, **sizes}
+    dtypes = {"dtype": torch.float32, "kv_cache.dtype": torch.float32}
+    assert call.facts == {**dtypes, **sizes}
     symbols = FakeTensorMode(shape_env=ShapeEnv())
     symbolic = {name: symbols.from_tensor(getattr(tensors, name), static_shapes=False) for name in names}
     call = decode_call(tensors._replace(**symbolic), captured=True)
-    assert call.facts == {"dtype": torch.float32}
+    assert call.facts == dtypes
     assert select_backend(call).chosen is REFERENCE

@@ -1,12 +1,13 @@
 """The Hopper decode kernels on a CPU: compiled for an absent GPU."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from mla_compile import MLAError
-from tests.kernel_cases import DecodeCase, decode_case
+from tests.kernel_cases import DecodeCase, decode_case, fp8_cache
 
 if TYPE_CHECKING:
     from tests.triton_compile import Compiled
@@ -66,6 +67,15 @@ def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
     decode, join = compiled("decode_gluon", case_of(rows, heads, q_len, page_size, ragged))
     assert (decode.name, join.name) == (name, "join_kernel")
     check_resources(decode, join, page_size)
+
+
+@pytest.mark.parametrize(("heads", "q_len", "spilled"), [(16, 1, 0), (20, 1, 0), (20, 4, 96), (128, 1, 80)])
+def test_the_narrow_kernel_serves_fp8_latents_of_any_heads(heads: int, q_len: int, spilled: int) -> None:
+    for decode in ("decode_gluon", "decode_gluon_invariant"):
+        case = case_of(2, heads, q_len, 64, ragged=False)
+        kernel, _ = compiled(decode, replace(case, kv_cache=fp8_cache(case.kv_cache, 512)))
+        assert kernel.name == "narrow_kernel"
+        assert kernel.spilled_bytes <= spilled and kernel.shared_memory <= 232_448
 
 
 @pytest.mark.long

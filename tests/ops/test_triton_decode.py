@@ -70,6 +70,21 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
         assert wanted in kernels[0].text, "the products must run on tensor cores"
 
 
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(20, 512, 64), (32, 256, 64), (40, 256, 32)], ids=str)
+def test_compiled_code_for_fp8_latents_spills_nothing_on_hopper(heads: int, rank: int, rope: int) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.attention.kernels.decode import decode_triton, decode_triton_invariant
+    from tests.triton_compile import compiled_for
+
+    sizes = {"heads": heads, "rank": rank, "rope": rope, "page_size": 64, "columns": 16}
+    case = decode_case([64, 64], **sizes, dtype=torch.bfloat16, fp8=True)
+    for decode in (decode_triton, decode_triton_invariant):
+        with compiled_for(90) as kernels:
+            decode(case.operands())
+        assert [kernel.spilled_bytes for kernel in kernels] == [0, 0]
+        assert "ld.global.v4.b32" in kernels[0].text, "a thread reads 16 bytes of values at a time"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_compiled_kernel_serves_all_batch_invariant_calls_of_a_model(dtype: torch.dtype) -> None:
     """Kernels for other rows, tables or `q_len` might add in another order."""

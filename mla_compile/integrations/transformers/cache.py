@@ -34,9 +34,10 @@ class LatentLayer(CacheLayerMixin):
 
     def spec(self, name: str, owner: Owner, lookahead: int = 0) -> CacheSpec:
         """Latents in the dtype of the up-projection's weight."""
-        weight = self.attention.kv_b_proj.weight
-        width = self.attention.kv_lora_rank + self.attention.qk_rope_head_dim
-        return CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)
+        weight, rank = self.attention.kv_b_proj.weight, self.attention.kv_lora_rank
+        width = rank + self.attention.qk_rope_head_dim
+        at = weight.dtype, weight.device
+        return CacheSpec(name, owner, width, *at, self, lookahead, kv_lora_rank=rank)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep kv_c `[batch, 1, tokens, kv_lora_rank]` and k_pe `[.., qk_rope_head_dim]`; returns both."""

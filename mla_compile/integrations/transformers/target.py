@@ -111,16 +111,17 @@ class TransformersTarget(nn.Module):
         return bool(self._indexers)
 
     def fits_its_caches(self) -> bool:
-        """Whether the caches still have the weights' dtype and device, which `model.to` changes."""
-        cache = next(iter(self._trunk.latent.values())).kv_cache
-        return cache is not None and _is_like(cache, _up_projection(self._trunk))
+        """Whether the weights still have the dtype and device of `prepare`, which `model.to` changes."""
+        has_caches = next(iter(self._trunk.latent.values())).kv_cache is not None
+        return has_caches and _kind(_up_projection(self._trunk)) == self._prepared
 
     def prepare(self, num_pages: int) -> None:
         """Move the MTP layer and rotary frequencies to the weights' device, and drop recurrent states."""
-        if self.mtp_layer is not None and self._mtp is not None:
-            weight = _up_projection(self._trunk)
-            if not _is_like(weight, _up_projection(self._mtp)):  # `model.to` does not reach the layer
-                self.mtp_layer.to(weight.device, weight.dtype)
+        weight = _up_projection(self._trunk)
+        self._prepared = _kind(weight)
+        layer, cache = self.mtp_layer, self._mtp
+        if layer is not None and cache is not None and _kind(_up_projection(cache)) != self._prepared:
+            layer.to(weight.device, weight.dtype)  # `model.to` does not reach it
         self._rope = FixedRope(self.model)
         if self._states is not None:
             self._states.allocate(num_pages)
@@ -230,8 +231,8 @@ def _up_projection(cache: PagedLatentCache) -> Tensor:
     return weight
 
 
-def _is_like(x: Tensor, y: Tensor) -> bool:
-    return (x.dtype, x.device) == (y.dtype, y.device)
+def _kind(x: Tensor) -> tuple[torch.dtype, torch.device]:
+    return x.dtype, x.device
 
 
 def check_model(model: Any) -> None:

@@ -34,7 +34,8 @@ def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tenso
     Args:
         kv_c: normalised latents, `[tokens, kv_lora_rank]`, float.
         k_pe: rotated shared keys, `[tokens, qk_rope_head_dim]`, the dtype of `kv_c`.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_c`.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_c`; or with
+            FP8 latents, uint8 `[num_pages, page_size, latents.fp8_width(kv_lora_rank, qk_rope_head_dim)]`.
         slot_mapping: `page * page_size + offset`, int64 `[tokens]`; -1 writes nowhere. Distinct where >= 0.
 
     Raises:
@@ -48,4 +49,4 @@ append_op = torch.ops.mla_compile.mla_append.default
 
 def append_torch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """`mla_append` in plain torch, for every device and dtype."""
-    write_latents(torch.cat([kv_c, k_pe], dim=-1), kv_cache, slot_mapping)
+    write_latents(kv_c, k_pe, kv_cache, slot_mapping)

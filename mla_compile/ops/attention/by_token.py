@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops.attention.softmax import merge, product, softmax_weighted
+from mla_compile.ops.paging import read_latents
 
 KEYS = 256
 """Keys of a product. A row's keys are cut at multiples of it."""
@@ -18,9 +19,9 @@ def attend_by_token(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over the first keys of its row.
 
-    query: `[tokens, heads, width]`, in the accumulation dtype; latents: the keys, `[slots, width]`, whose first `rank`
-    columns are the values; slots: the slots of every row's keys, int64 `[rows, keys]`; row: the row of each token,
-    int64 `[tokens]`; seen: number of keys that each token sees, `[tokens]`, read on the CPU only.
+    query: `[tokens, heads, width]`, in the accumulation dtype; latents: the cache, `[slots, width]`, of keys whose
+    first `rank` columns are the values; slots: the slots of every row's keys, int64 `[rows, keys]`; row: the row of
+    each token, int64 `[tokens]`; seen: number of keys that each token sees, `[tokens]`, read on the CPU only.
 
     Returns out `[tokens, heads, rank]` and lse `[tokens, heads]`; 0 and -inf for a token that sees no key.
     """
@@ -35,7 +36,7 @@ def attend_by_token(
             live = position + start < seen[token]
             slot = own[start : start + KEYS].where(live, 0)
             # Keys that do not exist are zeroed too, not only their scores: 0 x NaN is NaN.
-            k = latents.index_select(0, slot).to(query.dtype).masked_fill_(~live[:, None], 0)
+            k = read_latents(latents, slot, rank, query.dtype).to(query.dtype).masked_fill_(~live[:, None], 0)
             scores = product(mine, k.mT).mul_(softmax_scale).masked_fill_(~live, -torch.inf)
             found = softmax_weighted(scores, k[:, :rank])
             joined = found if joined is None else merge(*joined, *found)

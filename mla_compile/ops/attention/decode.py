@@ -58,7 +58,7 @@ def planning_backend(operands: DecodeOperands, backend: str | None) -> DecodeBac
 _LAYOUTS = {
     "q_latent": "tokens, heads, kv_lora_rank",
     "q_pe": "tokens, heads, qk_rope_head_dim",
-    "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
+    "kv_cache": validate.LATENTS,
     "seq_lens": "int32 rows",
     "q_lens": "int32 rows or None",
     "block_table": validate.TABLE,
@@ -97,8 +97,8 @@ def mla_decode(
     Args:
         q_latent: `q_nope @ w_uk`, `[rows * q_len, heads, kv_lora_rank]`, float.
         q_pe: `[rows * q_len, heads, qk_rope_head_dim]`, same dtype.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; it already
-            holds the new tokens' latents.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype, or with
+            FP8 latents (`mla_append`); it already holds the new tokens' latents.
         block_table: int32 `[rows, max_pages]`; entries past a row's length are never followed.
         seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
         q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`.
@@ -171,7 +171,7 @@ def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     tokens, heads, rank = q_latent.shape
     rows = seq_lens.shape[0]
     columns = num_pages_to_read(seq_lens, block_table, kv_cache.shape[1])
-    latents = gather_latents(kv_cache, block_table, columns, seq_lens)
+    latents = gather_latents(kv_cache, block_table, columns, seq_lens, rank, q_latent.dtype)
     query = torch.cat([q_latent, q_pe], dim=-1).view(rows, q_len * heads, -1)
 
     scores = product(query, latents.mT).mul_(softmax_scale).view(rows, q_len, heads, -1)

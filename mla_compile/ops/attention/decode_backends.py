@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.attention.tiles import KV_LORA_RANKS, ROPE_HEAD_DIMS
 from mla_compile.ops.dispatch import FLOATS, HALF, Call, Candidate, Selection, describe_device, select
@@ -105,6 +106,7 @@ _GLUON = DecodeBackend(
     packages=("triton",),
     constraints={
         "dtype": (torch.bfloat16,),
+        "kv_cache.dtype": (torch.bfloat16, FP8),
         "kv_lora_rank": range(512, 513),
         "qk_rope_head_dim": range(64, 65),
     },
@@ -131,7 +133,12 @@ DECODE_BACKENDS = (
         # In 0.6.18 its causal mask is wrong where a tile of 64 or 128 query rows splits a token's heads.
         multi_token_heads=(16, 32, 64, 128),
         packages=("flashinfer",),
-        constraints={"dtype": HALF, "kv_lora_rank": range(512, 513), "qk_rope_head_dim": range(64, 65)},
+        constraints={
+            "dtype": HALF,
+            "kv_cache.dtype": HALF,
+            "kv_lora_rank": range(512, 513),
+            "qk_rope_head_dim": range(64, 65),
+        },
     ),
     DecodeBackend(
         name="flash_mla",
@@ -144,6 +151,7 @@ DECODE_BACKENDS = (
         packages=("flash_mla", "triton"),
         constraints={
             "dtype": HALF,
+            "kv_cache.dtype": HALF,
             "kv_lora_rank": range(512, 513),
             "qk_rope_head_dim": range(64, 65),
             "page_size": range(64, 65),

@@ -147,8 +147,8 @@ def mla_attention(
         q_pe: rotated, `[tokens, heads, qk_rope_head_dim]`.
         kv_c: normalised latents, `[tokens, kv_lora_rank]`.
         k_pe: rotated shared keys, `[tokens, qk_rope_head_dim]`.
-        kv_cache: this layer's cache, `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous;
-            mutated.
+        kv_cache: this layer's cache, `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, or
+            with FP8 latents (`mla_append`); mutated.
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`: the two
             halves of `kv_b_proj`, views are fine.
         batch: the segments of the batch, which assign its tokens to rows.

@@ -130,8 +130,7 @@ def mla_norm_rope_append(operands: NormRopeAppendOperands) -> None:
         weight: of the norm, `[kv_lora_rank]`, the dtype of `kv_a`.
         cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float; they
             include any factor that scales the rotary keys.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_a`.
-        slot_mapping: as in `mla_append`.
+        kv_cache, slot_mapping: as in `mla_append`, with `kv_a` for `kv_c`.
         eps: of the norm, added to the mean square.
         interleaved_in, interleaved_out: whether the elements of a rotated pair are adjacent, `(0, 1), (2, 3), ...`,
             in `kv_a`, and in the cache; else they are `qk_rope_head_dim / 2` apart.
@@ -160,6 +159,6 @@ def norm_rope_append_torch(operands: NormRopeAppendOperands) -> None:
     kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out, q_pe = operands
     kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
     k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
-    write_latents(torch.cat([rms_norm(kv_c, weight, eps), k_pe], dim=1), kv_cache, slot_mapping)
+    write_latents(rms_norm(kv_c, weight, eps), k_pe, kv_cache, slot_mapping)
     if q_pe is not None:
         rotate_heads(q_pe, cos, sin, interleaved_in, interleaved_out)

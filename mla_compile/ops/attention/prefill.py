@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.latents import rope_width
 from mla_compile.ops import validate
 from mla_compile.ops.attention.by_token import attend_by_token, merge_by_token
 from mla_compile.ops.attention.operands import PrefillOperands
@@ -12,7 +13,7 @@ from mla_compile.ops.batch_invariant import product_by_row
 from mla_compile.ops.dispatch import FLOATS, HALF, SOME, Candidate, at_least, by_token, reference, triton
 from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.paging import row_of
+from mla_compile.ops.paging import read_latents, row_of
 from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (
@@ -85,7 +86,7 @@ PREFILL = (
     },
     facts=lambda q, kv_cache, w_uv, key_slots: {
         "keys per token": key_slots.numel() // max(1, q.shape[0]),
-        "qk_rope_head_dim": kv_cache.shape[2] - w_uv.shape[1],
+        "qk_rope_head_dim": rope_width(kv_cache, w_uv.shape[1]),
     },
 )
 def mla_prefill(
@@ -109,7 +110,8 @@ def mla_prefill(
 
     Args:
         q: `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, float; the second part is rotated.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous; or with FP8 latents
+            (`mla_append`).
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
         cu_seqlens_k, key_slots: see `PrefillSegment`.
@@ -125,10 +127,9 @@ def mla_prefill(
         MLAError: an argument is invalid. Lengths and slots are checked on the CPU only.
     """
     _, nope, rank = w_uk.shape
-    if statically_known_true(q.shape[2] - nope != kv_cache.shape[2] - rank):
-        expected = (
-            f"{nope} + {kv_cache.shape[2] - rank} columns, those of w_uk and the rotated keys in kv_cache"
-        )
+    rope = rope_width(kv_cache, rank)
+    if statically_known_true(q.shape[2] - nope != rope):
+        expected = f"{nope} + {rope} columns, those of w_uk and the rotated keys in kv_cache"
         raise MLAError("q", expected, list(q.shape))
     validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], kv_cache)
     num_before = 0 if before is None else before.shape[0]
@@ -164,7 +165,7 @@ def prefill_torch(operands: PrefillOperands) -> Tensor:
             block = slots[start : start + KEY_BLOCK]
             key = torch.arange(start, start + len(block), device=q.device)
             visible = (key >= sums[row][:, None]) & (key <= last[:, None])
-            latents = flat.index_select(0, block.clamp(min=0)).to(dtype)
+            latents = read_latents(flat, block.clamp(min=0), rank, dtype).to(dtype)
             # 0 x NaN is NaN: such latents count as 0, and only the tokens that see them get NaN below.
             finite = latents.isfinite().all(1)
             latents.masked_fill_(~finite[:, None], 0)

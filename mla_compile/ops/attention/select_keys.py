@@ -151,7 +151,8 @@ def decode_select_torch(
     found = []
     for first in range(0, len(seq_lens), step):
         rows = slice(first, first + step)
-        keys = gather_latents(index_cache, block_table[rows], columns, seq_lens[rows])
+        table, lens = block_table[rows], seq_lens[rows]
+        keys = gather_latents(index_cache, table, columns, lens, index_cache.shape[2], q.dtype)
         found.append(highest(_keys(_scores(q[rows], keys, weights[rows]), position < seen[rows]), topk))
     row = torch.arange(len(seq_lens), device=q.device)[:, None, None]
     return slots_of(block_table, row, torch.cat(found), page_size).flatten(0, 1).to(torch.int32)

@@ -11,7 +11,7 @@ mend_interpreter()
 
 from mla_compile.ops.attention.kernels.norm_rope_append import norm_rope_append_triton  # noqa: E402
 from mla_compile.ops.attention.kernels.rotate_queries import rotate_queries_triton  # noqa: E402
-from tests.kernel_cases import check_norm_rope_append, norm_rope_append_case  # noqa: E402
+from tests.kernel_cases import check_norm_rope_append, fp8_cache, norm_rope_append_case  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,18 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(
         norm_rope_append_triton(case)
         # The interpreter truncates to bfloat16; a GPU rounds.
         check_norm_rope_append(case, before, units=2.5 if dtype == torch.bfloat16 else 1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8_latents_have_the_bytes_of_a_separate_append(dtype: torch.dtype) -> None:
+    for interleaved in (False, True):
+        case = norm_rope_append_case(
+            7, 256, 32, interleaved_in=True, interleaved_out=interleaved, dtype=dtype
+        )
+        norm_rope_append_triton(case)  # in the dtype of the model
+        packed = case._replace(kv_cache=fp8_cache(torch.full_like(case.kv_cache, torch.nan), 256))
+        norm_rope_append_triton(packed)
+        assert torch.equal(packed.kv_cache, fp8_cache(case.kv_cache, 256))
 
 
 def test_no_valid_token_writes_nothing() -> None:

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.chunks import block_of
+from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
     load_queries,
-    padded,
     split_of,
     split_results,
     store_split,
@@ -34,7 +35,7 @@ from mla_compile.ops.device import device_of, power_of_two
 def absorbed_kernel(
     q_latent,  # [tokens, HEADS, RANK], any strides but the last
     q_pe,  # [tokens, HEADS, ROPE], any strides but the last
-    kv_cache,  # [slots, RANK + ROPE], contiguous
+    kv_cache,  # [slots, WIDTH], contiguous; floats or FP8 latents
     key_slots,  # int64 [keys], contiguous; -1 for padding
     cu_seqlens_q,  # int32 [rows + 1]
     cu_seqlens_k,  # int32 [rows + 1]
@@ -49,6 +50,7 @@ def absorbed_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,7 +96,7 @@ def absorbed_kernel(
     for n0 in range(start, stop, BLOCK_N):
         key = n0 + tl.arange(0, BLOCK_N)
         live = slot >= 0
-        latent = kv_cache + slot.to(tl.int64)[:, None] * (RANK + ROPE)
+        latent = kv_cache + slot.to(tl.int64)[:, None] * WIDTH
         # One tile ahead, so that the next iteration knows the latents' addresses.
         slot = tl.load(key_slots + key + BLOCK_N, mask=key < stop - BLOCK_N, other=-1).to(tl.int32)
         top, total, acc = attend_latents(
@@ -118,9 +120,9 @@ def prefill_absorbed(
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale, _ = operands
     tokens, heads, _ = q.shape
     _, nope, rank = w_uk.shape
-    parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, kv_cache.shape[2] - rank
+    parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, q.shape[2] - nope
     device = device_of(q)
-    tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device)
+    tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device, fp8=kv_cache.dtype == FP8)
     # Each row has blocks of its own, and its last one may be nearly empty.
     blocks = (tokens * heads + rows * (tiles.queries - 1)) // tiles.queries
     splits = splits or num_splits(blocks, key_slots.shape[1], device)
@@ -151,6 +153,7 @@ def prefill_absorbed(
             HEADS=heads,
             RANK=rank,
             ROPE=rope,
+            WIDTH=kv_cache.shape[2],
             ROWS_BLOCK=power_of_two(rows),
             BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,

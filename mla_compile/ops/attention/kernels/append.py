@@ -4,32 +4,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.device import power_of_two
+from mla_compile.ops.attention.kernels.latents import padded, rotary_of, store_latent
 
 
 @triton.jit
 def append_kernel(
     kv_c,  # [tokens, RANK], last stride 1
     k_pe,  # [tokens, ROPE], last stride 1
-    kv_cache,  # [slots, RANK + ROPE], contiguous
+    kv_cache,  # [slots, WIDTH], contiguous
     slot_mapping,  # int64 [tokens]; -1 writes nowhere
     kv_c_stride,
     k_pe_stride,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """`kv_cache[slot_mapping[token]] = kv_c[token] | k_pe[token]`; grid `[tokens]`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    column = tl.arange(0, BLOCK)
-    latent = tl.load(kv_c + token * kv_c_stride + column, mask=column < RANK)
-    rotary = tl.load(
-        k_pe + token * k_pe_stride + (column - RANK), mask=(column >= RANK) & (column < RANK + ROPE)
-    )
-    value = tl.where(column < RANK, latent, rotary)
-    target = kv_cache + slot * (RANK + ROPE) + column
-    tl.store(target, value, mask=(column < RANK + ROPE) & (slot >= 0))
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
+    latent = tl.load(kv_c + token * kv_c_stride + c, mask=c < RANK, other=0.0)
+    rotary = tl.load(k_pe + token * k_pe_stride + p, mask=p < ROPE, other=0.0)
+    target = kv_cache + slot * WIDTH
+    store_latent(target, latent, slot >= 0, RANK)
+    tl.store(rotary_of(target, RANK) + p, rotary, mask=(p < ROPE) & (slot >= 0))
 
 
 def append_triton(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -45,6 +44,6 @@ def append_triton(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Te
         k_pe.stride(0),
         RANK=rank,
         ROPE=rope,
-        BLOCK=power_of_two(rank + rope),
+        WIDTH=kv_cache.shape[2],
         num_warps=4,
     )

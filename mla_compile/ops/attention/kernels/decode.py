@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.fixed_splits import (
     decode_by_fixed_splits,
     first_key_of,
@@ -23,12 +24,12 @@ from mla_compile.ops.attention.kernels.fixed_splits import (
     visible,
     with_unit_strides,
 )
+from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
     load_queries,
-    padded,
     split_of,
     split_results,
     store_split,
@@ -69,6 +70,7 @@ def _attend_split(
     inside,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,7 +83,7 @@ def _attend_split(
     page = _pages(table, key, stop, PAGE_SIZE)
     for first in range(start, stop, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE)[:, None] * (RANK + ROPE)
+        latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE)[:, None] * WIDTH
         # One tile ahead, so that the next iteration knows the latents' addresses.
         page = _pages(table, key + BLOCK_N, stop, PAGE_SIZE)
         top, total, acc = attend_latents(
@@ -99,7 +101,7 @@ _VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "
 def split_kernel(
     q_latent,  # [rows * q_len, HEADS, RANK], any strides but the last
     q_pe,  # [rows * q_len, HEADS, ROPE], any strides but the last
-    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
+    kv_cache,  # [pages, PAGE_SIZE, WIDTH], floats or FP8 latents
     block_table,  # int32 [rows, columns]
     seq_lens,  # int32 [rows]
     q_lens,  # int32 [rows], unread unless has_q_lens
@@ -115,6 +117,7 @@ def split_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,12 +161,12 @@ def split_kernel(
             stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_UNIT))
             _attend_split(
                 q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
-                RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_N,
+                RANK, ROPE, WIDTH, PAGE_SIZE, BLOCK_R, BLOCK_N,
             )  # fmt: skip
     else:
         _attend_split(
             q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
-            RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_N,
+            RANK, ROPE, WIDTH, PAGE_SIZE, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
 
@@ -199,6 +202,7 @@ def _launch(
         HEADS=heads,
         RANK=rank,
         ROPE=rope,
+        WIDTH=kv_cache.shape[2],
         PAGE_SIZE=kv_cache.shape[1],
         BLOCK_R=tiles.queries,
         BLOCK_N=tiles.keys,
@@ -225,7 +229,8 @@ def decode_triton(
     tokens, heads, rank = q_latent.shape
     rows, columns = operands.block_table.shape
     device = device_of(q_latent)
-    tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device)
+    fp8 = operands.kv_cache.dtype == FP8
+    tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device, fp8=fp8)
     blocks = rows * triton.cdiv(q_len * heads, tiles.queries)
     splits = splits or num_splits(blocks, columns * operands.kv_cache.shape[1], device)
 
@@ -255,7 +260,8 @@ def decode_triton_invariant(
     heads, rank = operands.q_latent.shape[1:]
     max_keys = operands.block_table.shape[1] * operands.kv_cache.shape[1]
     device = device_of(operands.q_latent)
-    tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device)
+    fp8 = operands.kv_cache.dtype == FP8
+    tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device, fp8=fp8)
 
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
         blocks = part.seq_lens.shape[0] * triton.cdiv(part.q_len * heads, tiles.queries)

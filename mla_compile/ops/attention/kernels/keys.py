@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.attention.kernels.softmax import padded
+from mla_compile.latents import rope_width
+from mla_compile.ops.attention.kernels.latents import load_latents, padded
 from mla_compile.ops.device import power_of_two
 from mla_compile.ops.linear.kernels.matmul import matmul_triton
 
 
 @triton.jit
 def gather_kernel(
-    kv_cache,  # [slots, RANK + ROPE], contiguous
+    kv_cache,  # [slots, WIDTH], contiguous; floats or FP8 latents
     key_slots,  # int64 [keys], contiguous; -1 for padding
     cu_seqlens_k,  # int32 [rows + 1]
     latents,  # [places, RANK], contiguous
@@ -28,6 +29,7 @@ def gather_kernel(
     GAP: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -43,14 +45,12 @@ def gather_kernel(
         tl.store(cu_places + r, start + r * GAP, mask=r <= rows)
         tl.store(lens + r, ends - r * GAP - start, mask=r < rows)
     slot = tl.load(key_slots + n - row * GAP, mask=n < end, other=-1)
-    live = (slot >= 0)[:, None]
-    at = kv_cache + slot[:, None] * (RANK + ROPE)
+    token = kv_cache + slot[:, None] * WIDTH
+    latent, found = load_latents(token, slot >= 0, latents.dtype.element_ty, RANK, ROPE)
     place = n.to(tl.int64)[:, None]
     c = tl.arange(0, padded(RANK))[None, :]
-    found = tl.load(at + c, mask=live & (c < RANK), other=0.0)
-    tl.store(latents + place * RANK + c, found, mask=inside & (c < RANK))
+    tl.store(latents + place * RANK + c, latent, mask=inside & (c < RANK))
     p = tl.arange(0, padded(ROPE))[None, :]
-    found = tl.load(at + RANK + p, mask=live & (p < ROPE), other=0.0)
     for head in range(heads):
         tl.store(
             rotated + place * rotated_strides[0] + head * rotated_strides[1] + p,
@@ -78,9 +78,9 @@ def expanded_keys(
     part. In float32 the bits of cuBLAS would depend on the number of keys.
     """
     (heads, nope, rank), rows = w_uk.shape, cu_seqlens_k.shape[0] - 1
-    places, rope = key_slots.shape[0] + rows * gap, kv_cache.shape[2] - rank
-    latents = kv_cache.new_empty((places, rank))
-    key = kv_cache.new_empty((places, heads, nope + rope))
+    places, rope = key_slots.shape[0] + rows * gap, rope_width(kv_cache, rank)
+    latents = w_uk.new_empty((places, rank))
+    key = w_uk.new_empty((places, heads, nope + rope))
     cu_places, lens = torch.empty_like(cu_seqlens_k), cu_seqlens_k.new_empty(rows)
     gather_kernel[(triton.cdiv(places, 16),)](
         kv_cache,
@@ -97,6 +97,7 @@ def expanded_keys(
         GAP=gap,
         RANK=rank,
         ROPE=rope,
+        WIDTH=kv_cache.shape[2],
         ROWS_BLOCK=power_of_two(rows + 1),
         BLOCK=16,
     )
@@ -105,7 +106,7 @@ def expanded_keys(
         key[..., :nope] = matmul_triton(of_place, w_uk.mT)
         value = matmul_triton(of_place, w_uv)
     else:
-        value = kv_cache.new_empty((places, heads, w_uv.shape[2]))
+        value = w_uk.new_empty((places, heads, w_uv.shape[2]))
         of_head = latents.expand(heads, -1, -1)
         torch.bmm(of_head, w_uk.mT, out=key[..., :nope].transpose(0, 1))
         torch.bmm(of_head, w_uv, out=value.transpose(0, 1))

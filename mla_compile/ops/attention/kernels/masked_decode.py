@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
     accumulate,
     combine,
     load_queries,
-    padded,
     split_results,
     store_split,
 )

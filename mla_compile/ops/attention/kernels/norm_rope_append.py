@@ -6,8 +6,8 @@ Further programs rotate the tokens' queries, if there are any.
 import triton
 import triton.language as tl
 
+from mla_compile.ops.attention.kernels.latents import padded, rotary_of, store_latent
 from mla_compile.ops.attention.kernels.rotation import Queries, angles_of, rotate_heads, rotation_of
-from mla_compile.ops.attention.kernels.softmax import padded
 from mla_compile.ops.attention.operands import NormRopeAppendOperands
 from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
 
@@ -23,6 +23,7 @@ def _write_latent(
     kv_a_stride,
     eps,
     RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
     S: tl.constexpr,
 ):
     """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`."""
@@ -40,18 +41,19 @@ def _write_latent(
     b = tl.load(source + second_in, mask=pair < HALF, other=0.0).to(tl.float32)
     cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, S)
 
-    target = kv_cache + slot * (RANK + 2 * HALF)
-    dtype = kv_cache.dtype.element_ty
-    first_out = RANK + (2 * pair if S.INTERLEAVED_OUT else pair)
+    target = kv_cache + slot * WIDTH
+    rotary = rotary_of(target, RANK)
+    dtype = kv_a.dtype.element_ty
+    first_out = 2 * pair if S.INTERLEAVED_OUT else pair
     second_out = first_out + (1 if S.INTERLEAVED_OUT else HALF)
     inside = (pair < HALF) & (slot >= 0)
-    tl.store(target + first_out, (a * cos_a - b * sin_a).to(dtype), mask=inside)
-    tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
+    tl.store(rotary + first_out, (a * cos_a - b * sin_a).to(dtype), mask=inside)
+    tl.store(rotary + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
 
     scale = tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
     # Rounded before the weight multiplies it, as in the models.
     normed = (latent * scale).to(dtype).to(tl.float32)
-    tl.store(target + column, (normed * factor).to(dtype), mask=(column < RANK) & (slot >= 0))
+    store_latent(target, (normed * factor).to(dtype), slot >= 0, RANK)
 
 
 @triton.jit
@@ -59,12 +61,13 @@ def norm_rope_append_kernel(
     kv_a,  # [tokens, RANK + 2 * HALF], last stride 1
     weight,  # [RANK]
     angles,  # `Angles`
-    kv_cache,  # [slots, RANK + 2 * HALF], contiguous
+    kv_cache,  # [slots, WIDTH], contiguous
     slot_mapping,  # int64 [tokens]; -1 writes nowhere
     queries,  # `Queries`
     kv_a_stride,
     eps,
     RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
     S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -73,7 +76,7 @@ def norm_rope_append_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block == 0:
-        _write_latent(kv_a, weight, angles, kv_cache, slot_mapping, token, kv_a_stride, eps, RANK, S)
+        _write_latent(kv_a, weight, angles, kv_cache, slot_mapping, token, kv_a_stride, eps, RANK, WIDTH, S)
     elif queries.q_pe is not None:
         rotate_heads(queries, angles, token, block - 1, S)
 
@@ -88,7 +91,7 @@ def norm_rope_append_triton(operands: NormRopeAppendOperands) -> None:
     angles, sizes, blocks = rotation_of(cos, sin, queries.heads, interleaved_in, interleaved_out, half)
     norm_rope_append_kernel[(tokens, 1 + blocks)](
         *(kv_a, weight.contiguous(), angles, kv_cache, slot_mapping.contiguous(), queries),
-        *(kv_a.stride(0), eps, rank, sizes),
+        *(kv_a.stride(0), eps, rank, kv_cache.shape[2], sizes),
         num_warps=4,
         **early_options(kv_a),
     )

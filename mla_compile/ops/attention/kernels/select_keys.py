@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.attention.kernels.softmax import padded
+from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.selection import NOT_SEEN, highest, seen_in_parts
 from mla_compile.ops.paging import slots_of, visible_keys
 

@@ -6,13 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.attention.kernels.latents import load_latents, padded
 from mla_compile.ops.device import power_of_two
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
-
-padded = triton.constexpr_function(power_of_two)
-"""`power_of_two` in kernels."""
 
 _COMBINED = 8192
 """The partial results, splits times columns, that a program of `join_splits` loads at once."""
@@ -78,11 +76,8 @@ def attend_latents(
     ROPE: tl.constexpr,
 ):
     """Add a tile of keys, latents with their rotary parts, to the running softmax of `accumulate`."""
-    c = tl.arange(0, padded(RANK))
-    p = tl.arange(0, padded(ROPE))
     # Keys that do not exist are zeros too, not only their scores masked: 0 x NaN is NaN.
-    k = tl.load(latent + c[None, :], mask=live[:, None] & (c < RANK)[None, :], other=0.0)
-    k_pe = tl.load(latent + RANK + p[None, :], mask=live[:, None] & (p < ROPE)[None, :], other=0.0)
+    k, k_pe = load_latents(latent, live, q.dtype, RANK, ROPE)
     scores = tl.dot(k, q, input_precision="ieee")
     scores = tl.dot(k_pe, q_pe, scores, input_precision="ieee") * scale
     scores = tl.where(key[:, None] < bounds[None, :], scores, -float("inf"))

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
     load_queries,
-    padded,
     split_of,
     split_results,
     store_split,

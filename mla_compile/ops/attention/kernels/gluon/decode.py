@@ -6,6 +6,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
 from mla_compile.ops.attention.kernels.gluon.narrow import MAX_ROWS, MAX_UNSPLIT_ROWS, narrow_kernel
 from mla_compile.ops.attention.kernels.gluon.split import (
@@ -36,8 +37,8 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     q_latent, rows = operands.q_latent, operands.block_table.shape[0]
     tokens, heads, _ = q_latent.shape
     query_rows = operands.q_len * heads
-    is_narrow = query_rows <= MAX_UNSPLIT_ROWS
-    block_r = power_of_two(query_rows) if is_narrow else ROWS.value
+    is_narrow = query_rows <= MAX_UNSPLIT_ROWS or operands.kv_cache.dtype == FP8
+    block_r = min(MAX_ROWS, power_of_two(query_rows)) if is_narrow else ROWS.value
     units = rows * triton.cdiv(query_rows, block_r)
     programs = device_of(q_latent).multiprocessors
 
@@ -78,7 +79,8 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """
     heads = operands.q_latent.shape[1]
     query_rows = operands.q_len * heads
-    narrow_rows = min(MAX_ROWS, power_of_two(query_rows)) if heads <= MAX_UNSPLIT_ROWS else 0
+    is_narrow = heads <= MAX_UNSPLIT_ROWS or operands.kv_cache.dtype == FP8
+    narrow_rows = min(MAX_ROWS, power_of_two(query_rows)) if is_narrow else 0
 
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
         units = part.seq_lens.shape[0] * triton.cdiv(query_rows, narrow_rows or ROWS.value)
