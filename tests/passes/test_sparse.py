@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from mla_compile import mla_attention, mla_select_keys
+from mla_compile import mla_attention, mla_select_keys, pack_batch
+from mla_compile.caches import allocate
 from mla_compile.errors import MLAError
+from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 from tests.cases import make_case
 from tests.integrations.test_logits import Reader
+from tests.models.small import glm5_config, randomize
 from tests.ops.test_sparse import SHAPES, index_case
 from tests.passes.capture import nodes_of, ops
 from tests.passes.steps import capture_steps
@@ -54,3 +57,30 @@ def test_a_users_own_calls_compile_to_what_eager_gives(shape: str) -> None:
     invariant = torch.compile(attend, backend="mla", fullgraph=True, options={"batch_invariant": True})
     with pytest.raises(MLAError, match=r"batch_invariant: .*use a model without an indexer"):
         invariant(case.clone().args(), *index_case(case))
+
+
+@pytest.mark.long
+def test_any_batches_of_a_whole_model_make_three_graphs() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = MLAForCausalLM(glm5_config(), mtp=False)
+    randomize(model)
+    allocate(model.cache_specs(), 41, 4)
+    table = (1 + torch.randperm(40)).int().view(4, 10)
+    compiled = torch.compile(model, backend="mla", fullgraph=True)
+    for lens, cached, has_sampled in (
+        ([5, 7, 3, 2], [0, 0, 0, 0], [False] * 4),
+        ([1, 1, 4, 6], [5, 7, 3, 2], [True, True, False, False]),
+        ([1, 1, 1, 1], [6, 8, 7, 8], [True] * 4),
+        ([3, 9], [0, 0], [False] * 2),
+    ):
+        ids = torch.randint(0, 90, (sum(lens),))
+        packed = pack_batch(lens, cached, table[: len(lens)], ids, has_sampled=has_sampled, page_size=4)
+        before = [spec.cache.clone() for spec in model.cache_specs()]
+        call = *packed.tensors, packed.positions, packed.batch
+        with torch.no_grad():
+            expected = model(*call).hidden
+            for spec, cache in zip(model.cache_specs(), before, strict=True):
+                spec.cache.copy_(cache)
+            torch.testing.assert_close(compiled(*call).hidden, expected, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
