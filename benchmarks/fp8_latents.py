@@ -1,7 +1,7 @@
 """FP8 latents beside latents in the weights' dtype: quality of the shipped model, kernels, and whole steps.
 
     python -m benchmarks.fp8_latents quality --output benchmarks/results/fp8_latents.json
-    python -m benchmarks.fp8_latents kernels
+    python -m benchmarks.fp8_latents kernels --output benchmarks/results/fp8_latents.kernels.json
     python -m benchmarks.fp8_latents steps --output benchmarks/results/fp8_latents.step.json
 
 `quality`, in float32 on a CPU or GPU: on held-out beginnings and the model's own greedy text after them, the relative

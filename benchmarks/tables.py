@@ -793,6 +793,24 @@ def eagle3_step() -> str:
     )
 
 
+def fp8_latents_kernels() -> str:
+    """Decode attention over latents of either dtype."""
+    report = result("fp8_latents.kernels")
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        cases.setdefault(row["case"], {})[row["kv_cache_dtype"]] = row
+    lines = (
+        (
+            case,
+            *(f"{fixed(of[dtype][name], 1)}" for name in ("floor_us", "gluon") for dtype in ("auto", "fp8")),
+        )
+        for case, of in cases.items()
+    )
+    return sentences(f"{report['device']}, torch {report['torch']}; microseconds:") + table(
+        ["case", "floor, bfloat16", "floor, FP8", "`gluon`, bfloat16", "`gluon`, FP8"], lines
+    )
+
+
 def decode_choice() -> str:
     """FlashMLA beside the Hopper kernel."""
     report = result("decode_choice")
@@ -983,6 +1001,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "acceptance": acceptance,
     "fp8_agreement": fp8_agreement,
     "fp8_latents": fp8_latents,
+    "fp8_latents.kernels": fp8_latents_kernels,
     "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),
     "draft_length": lambda: _draft_length("draft_length"),
     "serving.v3": lambda: _serving("v3"),

@@ -60,7 +60,7 @@ def test_a_word_unlike_any_name_leads_to_nothing(seed):
 
 
 FOREIGN = """trust-remote-code load-format swap-space enable-auto-tool-choice disable-log-requests threads mlock
-    lora-modules rope-scaling hf-token revision ssl-keyfile tool-call-parser kv-cache-dtype mirostat"""
+    lora-modules rope-scaling hf-token revision ssl-keyfile tool-call-parser mirostat"""
 
 
 @pytest.mark.parametrize("names", PLACES, ids=[*NAMES, "commands"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from tests.triton_interpreter import mend_interpreter
 
@@ -26,16 +27,20 @@ pytestmark = pytest.mark.filterwarnings(
 )  # NumPy warns of log(0) and of an overflow to -inf
 
 
+NEVER_SAMPLED = tl.constexpr(-31.9921875)
+"""Scores from here down are in the last bin, whose ids may be kept or not."""
+
+
 @triton.jit
 def the_least_likely(score, ids, seed, position):
     """In place of noise: shows the last score that is kept."""
-    return -sample.in_order(score)
+    return tl.where(score > NEVER_SAMPLED, -sample.in_order(score), sample.LEAST_ORDER)
 
 
 @triton.jit
 def the_highest_id(score, ids, seed, position):
     """In place of noise: shows the ids that are kept among equal scores."""
-    return ids
+    return tl.where(score > NEVER_SAMPLED, ids, sample.LEAST_ORDER)
 
 
 @pytest.fixture
@@ -81,6 +86,7 @@ def test_the_kept_ids_exactly(vocab: int, step: int, monkeypatch: pytest.MonkeyP
             continue
         scores = scores_of(logits[row, 0], float(temperature[row]))
         kept = kept_ids(scores, int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        kept = [i for i in kept if scores[i] > NEVER_SAMPLED.value]
         last = min(i for i in kept if scores[i] == scores[kept[-1]])
         assert least_likely[row] == last and highest[row] == max(kept), row
 

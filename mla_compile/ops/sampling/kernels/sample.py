@@ -32,7 +32,8 @@ from mla_compile.ops.reductions.kernels.keys import (
 
 _BINS = tl.constexpr(4096)
 _PER_UNIT = tl.constexpr(128.0)
-"""Bins of equal width, down to a score of -32. Masses are 0 from -27.8 on. The last bin has all lower scores."""
+"""Bins of equal width, down to a score of -32. Masses are 0 from -27.8 on. The last bin has all lower scores: its ids
+are never sampled, as noise is between -2.9 and 16.7, and the likeliest id is always kept."""
 _STATE = tl.constexpr(8)
 """Numbers of a position's state: the largest logit's key, then those of `window_kernel`, then the list's length."""
 _LISTED = 4096
@@ -153,7 +154,8 @@ def window_kernel(
     counts = tl.cumsum(tl.load(histograms + at * 2 * _BINS + bin), 0)
     masses = tl.cumsum(tl.load(histograms + (at * 2 + 1) * _BINS + bin), 0)
     before_k = counts < tl.where(k > 0, k, _MANY)
-    last_k = tl.sum(before_k.to(tl.int32), 0)  # _BINS if top-k drops nothing
+    last_k = tl.sum(before_k.to(tl.int32), 0)
+    last_k = tl.where(last_k == _BINS - 1, _BINS, last_k)  # top-k drops nothing that could be sampled
     count_k = tl.max(tl.where(before_k, counts, 0), 0)
     mass_k = tl.max(tl.where(before_k, masses, 0), 0)
     most = tl.minimum(tl.min(tl.where(before_k, _MANY, masses), 0), tl.max(masses, 0))
@@ -256,8 +258,8 @@ def _sum(source, low, high, by_mass, cut, last_id, BLOCK: tl.constexpr):
 @triton.jit
 def _end(source, low, high, by_mass, before, target, BLOCK: tl.constexpr):
     """The first end until which `before + _sum` reaches a target: by bisection, first of scores, then of ids."""
-    lowest = tl.where(high == _BINS - 1, -float("inf"), (high + 1).to(tl.float32) / -_PER_UNIT)
-    cut, above = in_order(lowest) + 1, in_order(low.to(tl.float32) / -_PER_UNIT)
+    cut = in_order((high + 1).to(tl.float32) / -_PER_UNIT) + 1
+    above = in_order(low.to(tl.float32) / -_PER_UNIT)
     while cut < above:
         middle = cut + ((above - cut + 1) >> 1)
         reached = before + _sum(source, low, high, by_mass, middle, _LAST_ID, BLOCK)
