@@ -423,6 +423,7 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(k: int
     assert compile_counters()["graphs"] == 4, "nothing more was compiled"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
 def test_a_batch_compiles_one_step_and_a_stream_of_prompts_the_other_too(
     monkeypatch: pytest.MonkeyPatch,

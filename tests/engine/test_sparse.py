@@ -57,6 +57,7 @@ def test_tokens_are_those_of_transformers_across_the_border_of_topk(sample: Samp
     sample.check(engine(k, sample.model))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, 2])
 def test_tokens_are_the_same_in_mixed_steps_with_preemption_and_shared_prefixes(
     sample: Sample, k: int

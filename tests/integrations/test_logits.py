@@ -73,6 +73,7 @@ def test_logits_of_prefill_decode_and_verify_steps_are_those_of_stock(family: st
         reader.assert_as_stock(reader.decode(4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_of_layers_are_those_of_stock(family: str) -> None:
     model, text = stock_model(family), texts()[0]

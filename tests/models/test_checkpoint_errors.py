@@ -89,7 +89,7 @@ def binary_config(path: Path) -> str:
 
 def config_of_another_model(path: Path) -> str:
     edit_config(path, model_type="llama")
-    known = "deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_k2, kimi_k25"
+    known = "deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, kimi_k2, kimi_k25"
     return f"config.json: model_type: expected one of {known}, got 'llama'"
 
 

@@ -13,6 +13,7 @@ from tests.ops.test_triton_decode import GPUS
 HEADS = {"V3.2": 128, "GLM-5": 64, "V3.2 on 8 GPUs": 16}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "model", "dtype"),
     [
@@ -44,6 +45,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
         assert "cp.async" in kernels[0].text, "latents must be on their way while others are multiplied"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "heads", "dtype"),
     [

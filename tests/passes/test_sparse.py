@@ -43,6 +43,7 @@ def test_steps_with_every_fusion_give_the_stock_logits(family: str, monkeypatch:
     assert not {"mla_attention", "mla_select_keys", "mla_decode"} & set(ops(after))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["padded drafts", "mixed"])
 def test_a_users_own_calls_compile_to_what_eager_gives(shape: str) -> None:
     def attend(case_args: tuple, q, k, weights, cache):
