@@ -811,6 +811,17 @@ def fp8_latents_kernels() -> str:
     )
 
 
+def sampling() -> str:
+    """The sampler by filters."""
+    report = result("sampling")
+    names = [name for name in report["rows"][0] if name not in ("rows", "different_tokens")]
+    lines = ((row["rows"], *(row[name] for name in names)) for row in report["rows"])
+    different = sum(row["different_tokens"] for row in report["rows"])
+    return sentences(
+        f"{report['device']}, torch {report['torch']}; microseconds. {different} tokens differ from plain torch's."
+    ) + table(["rows", *names], lines)
+
+
 def decode_choice() -> str:
     """FlashMLA beside the Hopper kernel."""
     report = result("decode_choice")
@@ -1012,6 +1023,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "transformers_generate.v3": lambda: _transformers("v3"),
     "decode": decode,
     "decode_choice": decode_choice,
+    "sampling": sampling,
     "prefill": prefill,
     "mtp_iteration": mtp_iteration,
     "batch_invariance": batch_invariance,
