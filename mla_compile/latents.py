@@ -5,10 +5,9 @@ A token is `kv_lora_rank` values in e4m3, then a float32 scale for every 128 of 
 
 A scale is the least power of two with which the largest of its 128 values is at most 448. So a stored latent has four
 significant bits, and bfloat16 and float32 hold it exactly: all implementations read the same keys. With the scale
-`largest / 448` the error of normal latents is 2.6% instead of 2.7%, but keys in
-bfloat16 would be rounded twice. Values are rounded
-from the latent in the model's dtype, and depend on no other token. A block with a value that is not finite has the
-scale NaN.
+`largest / 448` the error of normal latents is 2.6% instead of 2.7%, but keys in bfloat16 would be rounded twice. Values
+are rounded from the latent in the model's dtype, and depend on no other token. A block with a value that is not finite
+has the scale NaN.
 """
 
 import torch

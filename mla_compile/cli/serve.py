@@ -37,7 +37,7 @@ def serve_checkpoint(
         expected = "1 with --replicas, as each has one GPU"
         raise MLAError("--tensor-parallel-size", expected, settings["tensor_parallel_size"])
     serve = _server(replicas)
-    config, _ = read_config(model)
+    config = read_config(model).config
     check_max_model_len(engine["max_model_len"], config.max_position_embeddings)
     whole = EngineConfig(**engine)
     keys = _read_keys(api_key_file)

@@ -164,7 +164,7 @@ class Launcher:
                     steps.uncaptured(sampled=sampled)(state, self._padding(state, size))
 
     def _padding(self, state: DecodeState, num_tokens: int = 0) -> PackedChunks:
-        """A prompt of at least so many tokens that is only padding."""
+        """A prompt of padding alone, of at least `num_tokens` tokens."""
         chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state, num_tokens)
         chunks.bounds.zero_()
         return chunks

@@ -116,9 +116,8 @@ def _of_step(model: MLAForCausalLM, config: FittedConfig, num_gpus: int, num_aux
     pairs = tokens * (arch.routing.topk + 1)
     experts = pairs * (4 * arch.hidden_size + width * arch.moe_intermediate_size)
     if any(isinstance(module, FP8Experts) for module in model.modules()):
-        experts += (
-            NUM_SLOTS * 2 * arch.moe_intermediate_size * arch.hidden_size * width
-        )  # dequantised weights
+        # Dequantised weights, gate and up at once.
+        experts += NUM_SLOTS * 2 * arch.moe_intermediate_size * arch.hidden_size * width
     of_key = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim + arch.v_head_dim) + arch.kv_lora_rank
     keys = min(MAX_KEYS, config.max_rows * config.max_model_len) * of_key * width
     queries = tokens * heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim + arch.v_head_dim) * width

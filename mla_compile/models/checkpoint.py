@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -40,6 +40,14 @@ CONFIG = "config.json"
 _FLOAT8_SCALE = "F8_E8M0"  # safetensors' name
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
+
+
+class CheckpointConfig(NamedTuple):
+    """A checkpoint's config, the FP8 block of its weights (None if they are not FP8), and its tensors' prefix."""
+
+    config: "PreTrainedConfig"
+    block: tuple[int, int] | None
+    prefix: str
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def meta_model(
     Raises:
         MLAError: as `load_model` for the config and these arguments.
     """
-    config, block = read_config(find_checkpoint(path))
+    config, block, _ = read_config(find_checkpoint(path))
     _check_quantize(quantize, dequantize, block)
     with torch.device("meta"):
         has_mtp = bool(getattr(config, "num_nextn_predict_layers", 0)) if mtp is None else mtp
@@ -154,10 +162,10 @@ def open_checkpoint(
     It makes all checks of files that `load_model` documents.
     """
     directory, mtp = find_checkpoint(path), settings.mtp
-    config, block = read_config(directory)
+    config, block, prefix = read_config(directory)
     _check_quantize(settings.quantize, settings.dequantize, block)
     sampling, stop_ids = read_generation_config(directory, config, settings.generation_config)
-    files = SafetensorFiles(directory, _prefix_of(directory))
+    files = SafetensorFiles(directory, prefix)
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
         raise MLAError("mtp", "True, False or None", f"{mtp!r:.80}")
@@ -190,22 +198,23 @@ def open_checkpoint(
     return model, files, block
 
 
-def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
-    """A checkpoint's config, checked, and the FP8 block of its weights, None if they are not FP8.
+def read_config(directory: Path) -> CheckpointConfig:
+    """A checkpoint's config, checked.
 
     Raises:
         MLAError: no directory, no config, or a bad setting, with the file and the setting named.
     """
     file = directory / CONFIG
-    raw = _raw(directory)
+    raw = raw_config(directory, "a checkpoint's config", "use a directory in Hugging Face format")
     prefix, model_type, known_types = f"{file}: ", raw.get("model_type"), (*SAME_AS, *WRAPPERS)
+    of_tensors = ""
     if isinstance(model_type, str) and model_type in WRAPPERS:
         text = raw.get("text_config")
         if not isinstance(text, dict):
             raise MLAError(f"{prefix}text_config", "an object", f"{text!r:.80}")
         outer = {name: raw[name] for name in fp8.QUANTIZATION if name in raw}
         raw, prefix, known_types = outer | text, f"{prefix}text_config.", tuple(SAME_AS)
-        model_type = raw.get("model_type")
+        of_tensors, model_type = WRAPPERS[model_type], raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in SAME_AS:
         raise MLAError(f"{prefix}model_type", "one of " + ", ".join(known_types), f"{model_type!r:.80}")
     check_settings(raw, SETTINGS, prefix)
@@ -218,16 +227,7 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
         known["num_key_value_heads"] = known["num_attention_heads"]
     config = transformers_config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
-    return config, block
-
-
-def _raw(directory: Path) -> dict[str, Any]:
-    return raw_config(directory, "a checkpoint's config", "use a directory in Hugging Face format")
-
-
-def _prefix_of(directory: Path) -> str:
-    """The prefix of the text model's tensors; `read_config` has accepted the config."""
-    return WRAPPERS.get(_raw(directory)["model_type"], "")
+    return CheckpointConfig(config, block, of_tensors)
 
 
 def raw_config(directory: Path, expected: str, hint: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Production code rotates its queries and keys by a Hadamard matrix and rounds the
 product; here they stay in the weights' dtype.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +11,7 @@ from mla_compile.batch import MLABatch
 from mla_compile.caches import CacheSpec, Owner
 from mla_compile.models.architecture import Architecture
 from mla_compile.ops import mla_select_keys
-from mla_compile.ops.attention.norm_rope import rotate
+from mla_compile.ops.attention.norm_rope import rotate_first
 from mla_compile.ops.dtypes import accumulate_dtype
 
 
@@ -52,13 +51,10 @@ class Indexer(nn.Module):
         assert self.kv_cache is not None  # attention's own is checked
         heads, width = self.settings.num_heads, self.settings.head_dim
         cos, sin = rope
-        q = self._rotated(self.wq_b(q_latent).view(-1, heads, width), cos.unsqueeze(1), sin.unsqueeze(1))
-        k = self._rotated(self.k_norm(self.wk(x)), cos, sin)
+        rotary, interleave = self.rope_dim, self.settings.interleave
+        q = self.wq_b(q_latent).view(-1, heads, width)
+        q = rotate_first(q, rotary, cos.unsqueeze(1), sin.unsqueeze(1), interleave)
+        k = rotate_first(self.k_norm(self.wk(x)), rotary, cos, sin, interleave)
         dtype = accumulate_dtype(x.dtype)
         weights = F.linear(x.to(dtype), self.weights_proj.weight.to(dtype)) * (heads * width) ** -0.5
         return mla_select_keys(q, k, weights, self.kv_cache, batch, topk=self.settings.topk)
-
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first columns of `x`."""
-        rotary, rest = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], dim=-1)
-        return torch.cat([rotate(rotary, cos, sin, self.settings.interleave), rest], dim=-1)

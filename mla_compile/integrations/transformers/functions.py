@@ -9,7 +9,7 @@ from transformers.activations import SiLUActivation
 
 from mla_compile.ops import mla_attention, mla_select_keys
 from mla_compile.ops.attention.mla_attention import up_projections
-from mla_compile.ops.attention.norm_rope import rotate
+from mla_compile.ops.attention.norm_rope import rotate_first
 from mla_compile.ops.experts.moe import moe_experts
 
 if TYPE_CHECKING:
@@ -90,19 +90,14 @@ def indexer(
     `[batch, tokens, topk]`.
     """
     x, (cos, sin) = hidden.flatten(0, 1), (angles.flatten(0, 1) for angles in position_embeddings)
-    widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
-
-    def rotated(of: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotary, rest = of.split(widths, dim=-1)
-        return torch.cat([rotate(rotary, cos, sin, INDEXERS[type(module).__name__]), rest], dim=-1)
-
+    rotary, interleaved = module.qk_rope_head_dim, INDEXERS[type(module).__name__]
     assert keys.kv_cache is not None
     assert keys.owner.batch is not None
     q = module.wq_b(q_latent).view(-1, module.n_heads, module.head_dim)
     head_weights = module.weights_proj(x.to(module.weights_proj.weight.dtype)).float()
     selected = mla_select_keys(
-        rotated(q, cos.unsqueeze(1), sin.unsqueeze(1)),
-        rotated(module.k_norm(module.wk(x)), cos, sin),
+        rotate_first(q, rotary, cos.unsqueeze(1), sin.unsqueeze(1), interleaved),
+        rotate_first(module.k_norm(module.wk(x)), rotary, cos, sin, interleaved),
         head_weights * (module.n_heads**-0.5 * module.softmax_scale),
         keys.kv_cache,
         keys.owner.batch,

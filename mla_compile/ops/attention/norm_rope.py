@@ -52,6 +52,12 @@ def rotate(
     return torch.cat([first, second], dim=-1).to(dtype)
 
 
+def rotate_first(x: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`x` `[..., d]` with its first `width` columns rotated: see `rotate`."""
+    rotary, rest = x.split([width, x.shape[-1] - width], dim=-1)
+    return torch.cat([rotate(rotary, cos, sin, interleaved), rest], dim=-1)
+
+
 def rotate_heads(q_pe: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool) -> None:
     """`mla_rotate_queries` in plain torch, for every device and dtype."""
     q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.attention.selection import NOT_SEEN, highest, seen_in_parts
+from mla_compile.ops.attention.selection import NOT_SEEN, chosen_slots, highest, seen_in_parts
 from mla_compile.ops.attention.softmax import product
 from mla_compile.ops.dispatch import FLOATS, SOME, Allowed, reference, triton
 from mla_compile.ops.library import define_op, empty
@@ -170,16 +170,14 @@ def prefill_select_torch(
     """`mla_prefill_select` in plain torch, for every device and dtype. The host reads nothing."""
     tokens, heads, dim = q.shape
     parts, count = key_slots.shape
-    slots = key_slots.flatten()
-    keys = index_cache.view(-1, dim).index_select(0, slots.clamp(min=0))
+    keys = index_cache.view(-1, dim).index_select(0, key_slots.flatten().clamp(min=0))
     begin, end = seen_in_parts(tokens, cu_seqlens_q, cu_seqlens_k)
     place = torch.arange(count, device=q.device)
     step = max(1, _WORKSPACE // (heads * parts * count))
-    found = [torch.empty(0, topk, dtype=torch.int64, device=q.device)]
+    found = [torch.empty(0, topk, dtype=torch.int32, device=q.device)]
     for first in range(0, tokens, step):
         some = slice(first, first + step)
         is_seen = (place >= begin[some, :, None]) & (place < end[some, :, None])
         scores = _scores(q[None, some], keys[None], weights[None, some])[0]
-        index = highest(_keys(scores, is_seen.flatten(1)), topk)
-        found.append(torch.where(index < 0, -1, slots[index.clamp(min=0)]))
-    return torch.cat(found).to(torch.int32)
+        found.append(chosen_slots(key_slots, highest(_keys(scores, is_seen.flatten(1)), topk)))
+    return torch.cat(found)

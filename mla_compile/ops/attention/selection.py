@@ -18,6 +18,11 @@ def highest(keys: Tensor, topk: int) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
 
 
+def chosen_slots(key_slots: Tensor, chosen: Tensor) -> Tensor:
+    """The slots of `chosen` keys, a result of `highest` for all `key_slots`, int32; -1 stays -1."""
+    return torch.where(chosen < 0, -1, key_slots.flatten()[chosen.clamp(min=0)]).to(torch.int32)
+
+
 def seen_in_parts(tokens: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
     """The first key that each token of prompt chunks sees in each part, and the one after the last, int32
     `[tokens, parts]`; see `PrefillSegment`."""

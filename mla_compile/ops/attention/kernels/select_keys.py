@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.attention.kernels.latents import padded
-from mla_compile.ops.attention.selection import NOT_SEEN, highest, seen_in_parts
+from mla_compile.ops.attention.selection import NOT_SEEN, chosen_slots, highest, seen_in_parts
 from mla_compile.ops.paging import slots_of, visible_keys
 
 _NOT_SEEN = tl.constexpr(NOT_SEEN)
@@ -184,6 +184,5 @@ def prefill_select_triton(
             BLOCK_N=block,
             num_warps=warps,
         )
-        index = highest(keys, topk)
-        found.append(torch.where(index < 0, -1, slots.flatten()[index.clamp(min=0)]).to(torch.int32))
+        found.append(chosen_slots(slots, highest(keys, topk)))
     return torch.cat(found)
