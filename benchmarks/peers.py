@@ -1,21 +1,23 @@
 """An installed vLLM and this package in turn: the same shape, prompts and checks, on the same card.
 
-    python -m benchmarks.peers --part steps --drafts 0 3 --output benchmarks/results/peers.json
-    python -m benchmarks.peers --part prompts --rows 32 64 128 256 --output benchmarks/results/peers.json
-    python -m benchmarks.peers --part servers --weights fp8 --drafts 0 3 --rows 8 32 128 \
+    python -m benchmarks.peers --parts steps prompts --rows 1 8 32 --output benchmarks/results/peers.json
+    python -m benchmarks.peers --parts steps --drafts 3 --rows 1 8 32 --output benchmarks/results/peers.json
+    python -m benchmarks.peers --parts servers --weights fp8 --drafts 0 3 --rows 8 32 128 \
         --checkpoint /dev/shm/glm --output benchmarks/results/peers.json
+    python -m benchmarks.peers --merge benchmarks/results/peers.json of_card_0.json of_card_1.json
 
 GLM-4.7-Flash's shape, 47 layers and the MTP layer, random weights with variance 1 / fan-in. Each system, kind of
 weights and number of drafts runs in a process of its own, one after the other, and the output has one row for each of
-these and each number of rows: a run replaces the rows that it measures. With drafts vLLM runs with each of its two
-model runners; the row is of the faster one ("0" for V1, "1" for V2) and has the other's figure.
+these and each number of rows: a run replaces the rows that it measures. With drafts vLLM runs with each of `--runners`;
+the row is of the faster one ("0" for its V1 model runner, "1" for V2) and has the other's figure.
 
-`steps`: about 1,000 tokens a row. `ms_per_step` is the median time between the results of two steps in which all rows
-decode; the floor is that of `benchmarks.fp8_step`. `prompts`: 984 tokens a row, at most 16,384 tokens a step. `ms` is
-the time until all rows have their first token, the median of all repetitions after `first_ms`; our engine runs after
-`warm_up`. Checks: `tokens_per_step`, of a row (steps) or of all prompts, and `experts`, how many experts of a layer
-the tokens of a step choose (mean over layers). They are counted after the timed steps, for the last tokens of the texts
-that these wrote, one a row and one for each draft, or for the prompts of one step.
+`steps`: about 1,000 tokens a row. Beside `prompts` our prompts run compiled, else eagerly. `ms_per_step` is the median
+time between the results of two steps in which all rows decode; the floor is that of `benchmarks.fp8_step`. `prompts`:
+984 tokens a row, at most 16,384 tokens a step. `ms` is the time until all rows have their first token, the median of
+all repetitions after `first_ms`; our engine runs after `warm_up`. Checks: `tokens_per_step`, of a row (steps) or of all
+prompts, and `experts`, how many experts of a layer the tokens of a step choose (mean over layers). They are counted
+after the timed steps, for the last tokens of the texts that these wrote, one a row and one for each draft, or for the
+prompts of one step.
 
 `servers`: vLLM's OpenAI server and `mla-compile serve`. Each of `--rows` streams begins at random and sends its next
 request after the answer to the last one: 200 to 4,000 token ids, 256 new tokens. Tokens/s, and p50 and p99 of the time
@@ -66,6 +68,7 @@ KEYS = ("part", "system", "weights", "drafts", "rows")
 STEP_TOKENS, PROMPT_LEN = 16_384, 984
 WARM_UP, NEW_TOKENS, LEAST_STEPS = 8, 72, 8
 TINY_LEN, TINY_NEW_TOKENS = 40, 24
+PROMPT_NEW_TOKENS = 24
 REPETITIONS = 6
 
 
@@ -73,7 +76,7 @@ REPETITIONS = 6
 class Job:
     """What one process measures. runner: of vLLM's model, see `benchmarks.vllm_engine`."""
 
-    part: str
+    parts: list[str]
     system: str
     weights: Weights
     drafts: int
@@ -86,7 +89,7 @@ class Job:
     def settings(self) -> dict[str, Any]:
         return settings_of("glm", self.layers, tiny=self.tiny)
 
-    def row(self, rows: int, found: dict[str, Any]) -> dict[str, Any]:
+    def row(self, part: str, rows: int, found: dict[str, Any]) -> dict[str, Any]:
         """A row of the output, with the machine."""
         machine = {
             "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
@@ -94,16 +97,17 @@ class Job:
             "version": vllm_engine.version() if self.system == "vllm" else mla_compile.__version__,
         }
         runner = {} if self.runner is None else {"runner": self.runner}
-        return {key: getattr(self, key) for key in KEYS} | {"rows": rows} | runner | found | machine
+        case = {"part": part, "system": self.system, "weights": self.weights, "drafts": self.drafts}
+        return case | {"rows": rows} | runner | found | machine
 
 
 class OurEngine:
-    """This package's engine. Prompts of the part `steps`, which are not timed, run eagerly."""
+    """This package's engine. Prompts that are not timed run eagerly."""
 
     def __init__(self, job: Job, max_len: int) -> None:
         self._model = random_model(job.settings, job.weights, mtp=job.drafts > 0, device=DEVICE)
         eager = patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False)
-        with eager if job.part == "steps" else nullcontext():
+        with nullcontext() if "prompts" in job.parts else eager:
             self._engine = Engine(
                 self._model,
                 num_speculative_tokens=job.drafts,
@@ -113,7 +117,7 @@ class OurEngine:
                 page_size=PAGE_SIZE,
                 prefix_caching=False,
             )
-        if job.part == "prompts":
+        if "prompts" in job.parts:
             self._engine.warm_up()
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> Iterator[list[list[int]]]:
@@ -163,12 +167,12 @@ def steps(system: System, prompts: list[list[int]], drafts: int, new_tokens: int
     }
 
 
-def first_tokens(system: System, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-    """Figures of the time until all rows have their first token."""
+def first_tokens(system: System, prompts: list[list[int]]) -> dict[str, float]:
+    """Figures of the time until all rows have their first token; the first rows decode meanwhile."""
     times, length, num_steps = [], len(prompts[0]), 0
     for _ in range(REPETITIONS):
         began, elapsed, counts = time.perf_counter(), 0.0, set[int]()
-        for texts in system.run(prompts, new_tokens):
+        for texts in system.run(prompts, PROMPT_NEW_TOKENS):
             if not elapsed:
                 counts.add(sum(map(len, texts)))
                 elapsed = all(texts) * (time.perf_counter() - began)
@@ -194,9 +198,9 @@ def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
     model = meta_model_of(job.settings, job.weights, mtp=job.drafts > 0)
     bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
     torch.cuda.empty_cache()
-    length = TINY_LEN if job.tiny else CONTEXT if job.part == "steps" else PROMPT_LEN
+    lengths = dict.fromkeys(FIGURES, TINY_LEN) if job.tiny else {"steps": CONTEXT, "prompts": PROMPT_LEN}
     new_tokens = TINY_NEW_TOKENS if job.tiny else NEW_TOKENS
-    max_len = length + new_tokens + 8
+    max_len = max(lengths.values()) + new_tokens + 8
     with tempfile.TemporaryDirectory() as folder:
         if job.system == "vllm":
             vllm_engine.write_config(Path(folder), job.settings, job.weights)
@@ -204,14 +208,15 @@ def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
             system: System = vllm_engine.VllmEngine(Path(folder), *sizes)
         else:
             system = OurEngine(job, max_len)
-        for rows in job.rows:
+        for rows, part in itertools.product(job.rows, job.parts):
+            length = lengths[part]
             prompts = [prompt[:length] for prompt in prompts_of(model, rows)]
-            if job.part == "steps":
+            if part == "steps":
                 floor = floor_bytes(model, rows, length, drafts=job.drafts) / bandwidth
                 found = {"floor_ms": round(floor * 1e3, 3)} | steps(system, prompts, job.drafts, new_tokens)
             else:
-                found = first_tokens(system, prompts, new_tokens)
-            take(job.row(rows, found))
+                found = first_tokens(system, prompts)
+            take(job.row(part, rows, found))
 
 
 # --- servers
@@ -224,21 +229,20 @@ class Load:
     lengths: tuple[int, int]
     new_tokens: int
     delay_s: float
-    requests: int
 
-    def streams(self, rows: int, vocab_size: int) -> list[tuple[float, list[list[int]]]]:
+    def streams(self, rows: int, requests: int, vocab_size: int) -> list[tuple[float, list[list[int]]]]:
         """The delay of each stream, and its prompts."""
         draw = random.Random(rows)
         ids = range(1, vocab_size)
-        prompts = [draw.choices(ids, k=draw.randint(*self.lengths)) for _ in range(rows * self.requests)]
+        prompts = [draw.choices(ids, k=draw.randint(*self.lengths)) for _ in range(rows * requests)]
         return [(draw.uniform(0, self.delay_s), prompts[i::rows]) for i in range(rows)]
 
 
-LOAD, TINY_LOAD = Load((200, 4000), 256, 4.0, 4), Load((8, 40), 8, 0.2, 2)
+LOAD, TINY_LOAD = Load((200, 4000), 256, 4.0), Load((8, 40), 8, 0.2)
 
 
 def serve(
-    job: Job, checkpoint: Path, step_tokens: int | None, take: Callable[[dict[str, Any]], None]
+    job: Job, checkpoint: Path, step_tokens: int | None, requests: int, take: Callable[[dict[str, Any]], None]
 ) -> None:
     """Measure a server. take: is called with each row."""
     load = TINY_LOAD if job.tiny else LOAD
@@ -260,14 +264,16 @@ def serve(
             body["draft_positions"] = True  # as above
         with running as url:
             for rows in job.rows:
-                streams = load.streams(rows, job.settings["vocab_size"])
-                asyncio.run(under_load(url, [(0.0, prompts[:1]) for _, prompts in streams], body))
-                take(job.row(rows, asyncio.run(under_load(url, streams, body))))
+                streams = load.streams(rows, requests, job.settings["vocab_size"])
+                first = [(0.0, prompts[:1]) for _, prompts in streams]
+                asyncio.run(under_load(url, first, body | {"max_tokens": min(32, load.new_tokens)}))
+                found = asyncio.run(under_load(url, streams, body))
+                take(job.row("servers", rows, found | {"requests": requests}))
 
 
 def write_checkpoint(directory: Path, job: Job) -> None:
     """Unless it is there."""
-    if not (directory / "config.json").exists():
+    if not (directory / "model.safetensors.index.json").exists():  # the last one written
         options = [str(directory), "--layers", str(job.settings["num_hidden_layers"])]
         if job.tiny:
             options += ["--set", *(f"{name}={TINY[name]}" for name in TINY.keys() - {"num_hidden_layers"})]
@@ -328,24 +334,43 @@ def keep(
     return row
 
 
+def merge(output: Path, *files: Path) -> None:
+    """Put the rows of files into the output, each in the place of the one of the same case."""
+    report: dict[str, Any] = json.loads(files[0].read_text()) | {"rows": []}
+    report = with_known_rows(report, output)
+    for row in itertools.chain.from_iterable(json.loads(file.read_text())["rows"] for file in files):
+        keep(report, output, row, None)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, systems, kinds = parser.add_argument, ["vllm", "ours"], get_args(Weights)
-    add("--part", choices=list(FIGURES), default="steps")
+    add(
+        "--parts",
+        nargs="+",
+        choices=list(FIGURES),
+        default=["steps"],
+        help="servers alone, not beside others",
+    )
     add("--systems", nargs="+", choices=systems, default=systems)
     add("--weights", nargs="+", choices=kinds, default=kinds)
     add("--drafts", type=int, nargs="+", default=[0])
+    add("--runners", nargs="+", choices=["0", "1"], default=["0", "1"], help="of vLLM with drafts")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--layers", type=int, help="instead of the shape's 47")
     add("--tiny", action="store_true", help="a small shape and short texts, for our side on a CPU")
     add("--checkpoint", type=Path, help="of our server; by default a temporary directory")
     add("--tokens-per-step", type=int, help="of both servers, instead of their own defaults")
+    add("--requests", type=int, default=4, help="of each stream of a server")
     add("--output", type=Path, help="its other rows are kept")
+    add("--merge", type=Path, nargs="+", help="only put the rows of the other files into the first")
     add("--process", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if "vllm" in args.systems and find_spec("vllm") is None:
+    if "servers" in args.parts and len(args.parts) > 1:
+        parser.error(f"--parts: expected servers alone, got {' '.join(args.parts)}; run the others apart")
+    if args.merge is None and "vllm" in args.systems and find_spec("vllm") is None:
         hint = "install it in this environment, or use --systems ours"
         parser.error(f"--systems: expected an installed vllm, got none; {hint}")
     return args
@@ -353,6 +378,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.merge is not None:
+        merge(*args.merge)
+        return
     if args.process is not None:
         store = meet(args.process[1])
         process(Job(**json.loads(args.process[0])), lambda row: send_row(store, row))
@@ -364,16 +392,18 @@ def main() -> None:
     report, failed = with_known_rows(report, args.output), []
     with tempfile.TemporaryDirectory() as folder:
         for system, weights, drafts in itertools.product(args.systems, args.weights, args.drafts):
-            best: dict[int, dict[str, Any]] = {}
+            best: dict[tuple[str, int], dict[str, Any]] = {}
 
-            def take(row: dict[str, Any], best: dict[int, dict[str, Any]] = best) -> None:
-                best[row["rows"]] = keep(report, args.output, row, best.get(row["rows"]))
+            def take(row: dict[str, Any], best: dict[tuple[str, int], dict[str, Any]] = best) -> None:
+                case = row["part"], row["rows"]
+                best[case] = keep(report, args.output, row, best.get(case))
 
-            for runner in ("0", "1") if system == "vllm" and drafts else (None,):
-                job = Job(args.part, system, weights, drafts, args.rows, args.layers, args.tiny, runner)
+            for runner in args.runners if system == "vllm" and drafts else (None,):
+                job = Job(args.parts, system, weights, drafts, args.rows, args.layers, args.tiny, runner)
                 try:
-                    if args.part == "servers":
-                        serve(job, args.checkpoint or Path(folder), args.tokens_per_step, take)
+                    if args.parts == ["servers"]:
+                        checkpoint = args.checkpoint or Path(folder)
+                        serve(job, checkpoint, args.tokens_per_step, args.requests, take)
                     else:
                         command = module_command("benchmarks.peers", "--systems", system, "--process")
                         run([[*command, json.dumps(asdict(job))]], take)

@@ -39,7 +39,8 @@ FP8 = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-MEMORY_SHARE = 0.95
+MEMORY_SHARE = 0.1
+"""What has to be free at the start; the cache's size is given, so vLLM neither profiles memory nor takes the rest."""
 
 
 def version() -> str:
@@ -53,6 +54,13 @@ def write_config(folder: Path, settings: dict[str, Any], weights: Weights) -> No
     config = settings | {"architectures": ["Glm4MoeLiteForCausalLM"], "dtype": "bfloat16"}
     config |= {"quantization_config": FP8} if weights == "fp8" else {}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def cache_bytes(folder: Path, rows: int, max_len: int) -> int:
+    """The cache of so many texts, the MTP layer's included. folder: of `write_config`."""
+    config = json.loads((folder / "config.json").read_text())
+    per_token = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * (config["num_hidden_layers"] + 1)
+    return int(per_token * (rows + 1) * (max_len + 128))
 
 
 def speculation(drafts: int) -> dict[str, Any] | None:
@@ -69,14 +77,14 @@ def patch_dummy_weights() -> None:
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
     """Fill the weights, `[out, in]` and `[experts, out, in]`, before vLLM arranges them for its kernels."""
-    state = model.state_dict()
-    generator = torch.Generator(next(iter(state.values())).device).manual_seed(0)
-    for name, tensor in state.items():
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    generator = torch.Generator(next(iter(weights.values())).device).manual_seed(0)
+    for name, tensor in weights.items():
         of = name.removesuffix("_scale_inv")
         if tensor.dim() == 0 or not tensor.is_floating_point():
             continue  # not a weight
         if of != name:
-            tensor.fill_(state[of].shape[-1] ** -0.5 / STD)
+            tensor.fill_(weights[of].shape[-1] ** -0.5 / STD)
         elif tensor.dim() == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
@@ -117,6 +125,7 @@ class VllmEngine:
             generation_config="vllm",
             enable_prefix_caching=False,
             gpu_memory_utilization=MEMORY_SHARE,
+            kv_cache_memory_bytes=cache_bytes(folder, max(sizes), max_len),
             max_num_seqs=max(sizes),
             max_model_len=max_len,
             max_num_batched_tokens=step_tokens,
@@ -165,6 +174,8 @@ def server(
         "--load-format": "dummy",
         "--generation-config": "vllm",
         "--gpu-memory-utilization": MEMORY_SHARE,
+        "--kv-cache-memory-bytes": cache_bytes(folder, max_rows, max_len),
+        "--max-cudagraph-capture-size": max_rows * (1 + drafts),
         "--max-num-seqs": max_rows,
         "--max-model-len": max_len,
     }

@@ -135,7 +135,7 @@ def test_steps_and_prompts_are_measured_with_checks_of_the_work(
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # uncompiled is enough for the rows
     file = tmp_path / "peers.json"
-    for options in ("--part steps --drafts 1", "--part prompts"):
+    for options in ("--parts steps --drafts 1", "--parts prompts"):
         options += f" --systems ours --weights fp8 --tiny --layers 2 --rows 1 2 --output {file}"
         command(monkeypatch, peers, options)
     *of_steps, alone, both = json.loads(file.read_text())["rows"]
