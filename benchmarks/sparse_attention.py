@@ -1,4 +1,4 @@
-"""Attention over selected keys: its kernels for both dtypes of latents, and steps of DeepSeek-V3.2's shape beside dense.
+"""Attention over selected keys: its kernels for both dtypes of latents, and steps of DeepSeek-V3.2's shape.
 
     python -m benchmarks.sparse_attention kernels --output benchmarks/results/sparse_attention.kernels.json
     python -m benchmarks.sparse_attention steps --output benchmarks/results/sparse_attention.steps.json
@@ -95,7 +95,9 @@ def kernels(report: dict[str, Any], output: Path | None, cases: Sequence[tuple[i
             add_row(report, row, output)
 
 
-def in_float64(q_latent: Tensor, q_pe: Tensor, cache: Tensor, chosen: Tensor, scale: float, some: Tensor) -> Tensor:
+def in_float64(
+    q_latent: Tensor, q_pe: Tensor, cache: Tensor, chosen: Tensor, scale: float, some: Tensor
+) -> Tensor:
     flat, slots = cache.flatten(0, 1), chosen[some]
     gathered = flat[slots.flatten().clamp(min=0).long()]
     values = unpack(gathered, RANK, torch.float64) if cache.dtype == FP8 else gathered.double()
@@ -127,7 +129,9 @@ def step_floor(
     """Bytes of a step: weights, the latents that are attended to, and an indexer's keys."""
     arch = model.arch
     assert arch.indexer is not None
-    of_token = arch.latent_width * 2 if dtype == "auto" else fp8_width(arch.kv_lora_rank, arch.qk_rope_head_dim)
+    of_token = (
+        arch.latent_width * 2 if dtype == "auto" else fp8_width(arch.kv_lora_rank, arch.qk_rope_head_dim)
+    )
     keys = rows * context * arch.indexer.head_dim * 2 if variant == "sparse" else 0
     least = min(arch.indexer.topk, context)
     of_layer = [
@@ -219,8 +223,10 @@ def steps(
             for context, rows in ((c, r) for c in contexts for r in all_rows):
                 ms = ms_per_step(engine, rows, context, num_steps)
                 read = step_floor(model, rows, context, k, dtype, variant)
-                row = {"variant": variant, "kv_cache_dtype": dtype, "drafts": k, "context": context, "rows": rows}
-                add_row(report, row | {"ms": round(ms, 3), "floor_ms": round(read / bandwidth * 1e3, 3)}, output)
+                row: dict[str, Any] = {"variant": variant, "kv_cache_dtype": dtype, "drafts": k}
+                row |= {"context": context, "rows": rows}
+                row |= {"ms": round(ms, 3), "floor_ms": round(read / bandwidth * 1e3, 3)}
+                add_row(report, row, output)
             engine.close()
             del engine  # and its graphs
 
@@ -248,7 +254,8 @@ def main() -> None:
     }
     if args.what == "kernels":
         # A prompt of 512 tokens comes after 7,680 others.
-        cases = [(n, None) for n in args.tokens] + [(n, max(n, 8192 if n < 4096 else n)) for n in args.prompts]
+        cases: list[tuple[int, int | None]] = [(n, None) for n in args.tokens]
+        cases += [(n, 8192 if n < 4096 else n) for n in args.prompts]
         kernels(report, args.output, cases)
         return
     settings = settings_of("v3.2", args.layers, tiny=args.tiny) | {"first_k_dense_replace": 1}

@@ -105,7 +105,9 @@ def sparse_decode(
     kv = unpack(cache.flatten(0, 2), 512, torch.bfloat16)
     outs, lses = [], []
     for row, blocks in enumerate(parts):
-        assert [begin for begin, *_ in blocks] == [0, *(end for _, end, *_ in blocks[:-1])], "not every block once"
+        assert [begin for begin, *_ in blocks] == [0, *(end for _, end, *_ in blocks[:-1])], (
+            "not every block once"
+        )
         assert blocks[-1][1] == topk // 64
         assert all(divided == (len(blocks) > 1,) * 2 for *_, divided in ((b[0], b[2:]) for b in blocks))
         assert int(splits[row + 1] - splits[row]) == len(blocks)

@@ -38,7 +38,7 @@ SPARSE = (
         name="flash_mla_fp8",
         description="FlashMLA's sparse kernel for Hopper and FP8 latents",
         function="mla_compile.ops.attention.kernels.flash_mla_sparse:sparse_flash_mla_fp8",
-        constraints=_FLASH_MLA.constraints | {"kv_cache.dtype": (FP8,), "topk": range(64, 8193, 64)},
+        constraints={**_FLASH_MLA.constraints, "kv_cache.dtype": (FP8,), "topk": range(64, 8193, 64)},
     ),
     triton(
         "split-KV kernel over lists of slots",
@@ -112,7 +112,8 @@ def sparse_torch(
     for first in range(0, tokens, step):
         slots = selected[first : first + step]
         is_slot = slots >= 0
-        latents = read_latents(flat, slots.clamp(min=0).flatten(), rank, q_latent.dtype).unflatten(0, slots.shape)
+        latents = read_latents(flat, slots.clamp(min=0).flatten(), rank, q_latent.dtype)
+        latents = latents.unflatten(0, slots.shape)
         latents.masked_fill_(~is_slot[..., None], 0)  # 0 x NaN is NaN
         query = torch.cat([q_latent[first : first + step], q_pe[first : first + step]], dim=-1)
         scores = product(query, latents.mT).mul_(softmax_scale)

@@ -83,22 +83,21 @@ def pack_kernel(
         part = tl.arange(0, PARTS)
         tl.store(lens + token * PARTS + part, tl.minimum(tl.maximum(end - part * SHARE, 0), SHARE))
     if plan is not None:
-        if token == 0:
-            BLOCKS: tl.constexpr = TOPK // BLOCK
-            used = tl.minimum(programs, BLOCKS)
-            i = tl.arange(0, 256)
-            at, written, is_divided = plan + i * 8, i < programs, (used > 1).to(tl.int32)
-            # Its first and last row, its first block and the one after the last, its number among the parts of its
-            # row, and whether its first and last row are divided. There is no row 1: nothing to do.
-            tl.store(at, tl.where(i < used, 0, 1), mask=written)
-            tl.store(at + 1, 0, mask=written)
-            tl.store(at + 2, i * BLOCKS // used, mask=written)
-            tl.store(at + 3, (i + 1) * BLOCKS // used, mask=written)
-            tl.store(at + 4, i, mask=written)
-            tl.store(at + 5, is_divided, mask=written)
-            tl.store(at + 6, is_divided, mask=written)
-            row = tl.arange(0, 2)
-            tl.store(plan_splits + row, row * used)
+        BLOCKS: tl.constexpr = TOPK // BLOCK
+        used = tl.minimum(programs, BLOCKS)
+        i, row = tl.arange(0, 256), tl.arange(0, 2)
+        at, is_divided = plan + i * 8, (used > 1).to(tl.int32)
+        written = (i < programs) & (token == 0)
+        # Its first and last row, its first block and the one after the last, its number among the parts of its row,
+        # and whether its first and last row are divided. There is no row 1: nothing to do.
+        tl.store(at, tl.where(i < used, 0, 1), mask=written)
+        tl.store(at + 1, 0, mask=written)
+        tl.store(at + 2, i * BLOCKS // used, mask=written)
+        tl.store(at + 3, (i + 1) * BLOCKS // used, mask=written)
+        tl.store(at + 4, i, mask=written)
+        tl.store(at + 5, is_divided, mask=written)
+        tl.store(at + 6, is_divided, mask=written)
+        tl.store(plan_splits + row, row * used, mask=(row < 2) & (token == 0))
 
 
 @triton.jit
@@ -199,8 +198,9 @@ def sparse_flash_mla(
         use_legacy=True,
         return_log2_lse=False if parts == 1 else None,
     )
+    out: Tensor = part_out
     if parts == 1:
-        return part_out
+        return out
     out = q_latent.new_empty(q_latent.shape)
     join_kernel[(tokens, heads)](part_out, part_lse, out, HEADS=heads, RANK=rank, PARTS=parts, num_warps=4)
     return out
@@ -218,7 +218,7 @@ def sparse_flash_mla_fp8(
         MLAError: the address of the cache is not a multiple of 16, as bulk copies require.
     """
     check_alignment(kv_cache)
-    (tokens, heads, rank), topk = q_latent.shape, selected.shape[1]
+    tokens, heads, rank = q_latent.shape
     if tokens > _TOKENS:
         queries = zip(q_latent.split(_TOKENS), q_pe.split(_TOKENS), selected.split(_TOKENS), strict=True)
         return torch.cat([sparse_flash_mla_fp8(q, pe, kv_cache, of, softmax_scale) for q, pe, of in queries])
@@ -228,7 +228,7 @@ def sparse_flash_mla_fp8(
     plan, splits = selected.new_empty(programs, 8), selected.new_empty(2)
     packed = _pack(q_latent, q_pe, selected, 1, None, plan, splits)
     schedule.tile_scheduler_metadata, schedule.num_splits = plan, splits
-    out, _ = flash_mla_with_kvcache(
+    rows, _ = flash_mla_with_kvcache(
         packed.transpose(0, 1),
         kv_cache.contiguous()[:, :, None],
         None,
@@ -244,4 +244,5 @@ def sparse_flash_mla_fp8(
         # FlashMLA's last kernel, which joins parts, ends before the one before it if there is nothing to join. Only a
         # kernel that is launched as usual waits for both.
         fence_kernel[(1,)](num_warps=1)
-    return out[0]
+    out: Tensor = rows[0]
+    return out
