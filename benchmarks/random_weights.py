@@ -39,6 +39,7 @@ CONFIGS = {
     "glm": json.loads(published.GLM_4_7_FLASH),
     "v2": json.loads(published.DEEPSEEK_V2),
     "v3": json.loads(published.DEEPSEEK_V3),
+    "v3.2": json.loads(published.DEEPSEEK_V32),
     "small-v3": json.loads(published.DEEPSEEK_V3) | SMALL_V3,
 }
 TINY = {

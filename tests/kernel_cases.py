@@ -556,8 +556,12 @@ def sparse_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    fp8: bool = False,
 ) -> SparseCase:
-    """Token i has `counts[i]` distinct slots of a cache with `slots` (by default twice topk), NaN where none reads."""
+    """Token i has `counts[i]` distinct slots of a cache with `slots` (by default twice topk), NaN where none reads.
+
+    fp8: the cache has FP8 latents, NaN there as in `decode_case`.
+    """
     g = torch.Generator().manual_seed(seed)
     tokens, slots = len(counts), max(slots, 2 * topk)
     selected = torch.full((tokens, topk), -1, dtype=torch.int32)
@@ -566,14 +570,17 @@ def sparse_case(
     cache = torch.randn(slots, rank + rope, generator=g).to(dtype)
     cache[torch.bincount(selected[selected >= 0], minlength=slots) == 0] = torch.nan
     q_latent, q_pe = (torch.randn(tokens, heads, width, generator=g).to(dtype) for width in (rank, rope))
-    tensors = (x.to(device) for x in (q_latent, q_pe, cache.view(-1, 2, rank + rope), selected))
+    cache = cache.view(-1, 2, rank + rope)
+    tensors = (x.to(device) for x in (q_latent, q_pe, fp8_cache(cache, rank) if fp8 else cache, selected))
     return (*tensors, (rank + rope) ** -0.5)
 
 
 def check_sparse(case: SparseCase, out: Tensor) -> None:
     """`out` equals the definition, 0 where a token has no slot."""
     q_latent, q_pe, cache, selected, scale = case
-    rank, flat = q_latent.shape[2], cache.flatten(0, 1).double()
+    rank = q_latent.shape[2]
+    flat = unpack(cache, rank, torch.float64) if cache.dtype == FP8 else cache.double()
+    flat = flat.flatten(0, 1)
     assert out.is_contiguous() and out.dtype == q_latent.dtype and out.shape == q_latent.shape
     for token, slots in enumerate(selected):
         latents = flat[slots[slots >= 0].long()]

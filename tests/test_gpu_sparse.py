@@ -13,8 +13,9 @@ from mla_compile.ops.attention.select_keys import (
     prefill_select_op,
     prefill_select_torch,
 )
-from mla_compile.ops.attention.sparse import mla_sparse_attention
-from mla_compile.ops.library import choose
+from mla_compile.ops.attention.sparse import SPARSE, sparse_op
+from mla_compile.ops.dispatch import FLOATS
+from mla_compile.ops.library import call_of, choose
 from tests.cases import make_case
 from tests.kernel_cases import check_sparse, sparse_case
 from tests.models.small import glm5_config, randomize, v32_config
@@ -23,13 +24,29 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fp8"),
+    [*((dtype, False) for dtype in FLOATS), *((dtype, True) for dtype in FLOATS)],
+    ids=str,
+)
 @pytest.mark.parametrize("counts", [[2048], [0, 1, 64, 65, 2047, 2048], [2048, 100] * 40], ids=len)
-def test_sparse_attention_equals_the_definition(counts: list[int], dtype: torch.dtype, heads: int) -> None:
+def test_sparse_attention_equals_the_definition_by_every_kernel_and_captured(
+    counts: list[int], dtype: torch.dtype, fp8: bool, heads: int
+) -> None:
     sizes = {"heads": heads, "rank": 512, "rope": 64, "slots": 20_000}
-    *tensors, scale = case = sparse_case(counts, topk=2048, dtype=dtype, device="cuda", **sizes)
-    assert choose("mla_sparse_attention", case).chosen.name == "triton"
-    check_sparse(case, mla_sparse_attention(*tensors, softmax_scale=scale))
+    case = sparse_case(counts, topk=2048, dtype=dtype, fp8=fp8, device="cuda", **sizes)
+    call = call_of("mla_sparse_attention", case)
+    able = [candidate for candidate in SPARSE if candidate.why_not(call) is None]
+    assert {"triton", "reference"} <= {candidate.name for candidate in able}
+    for candidate in able:
+        check_sparse(case, candidate.load()(*case))
+    expected = sparse_op(*case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_op(*case)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("heads", [32, 64])

@@ -158,9 +158,6 @@ class EngineConfig(EngineFields):
         if self.decode_backend is not None:
             expected = "None for a model with indexers: no decode backend serves selected keys"
             raise MLAError("decode_backend", expected, self.decode_backend)
-        if self.kv_cache_dtype == "fp8":
-            expected = "'auto' for a model with indexers: selected keys are read in the weights' dtype"
-            raise MLAError("kv_cache_dtype", expected, self.kv_cache_dtype)
 
     def _fitted_to_recurrent(self, k: int, longest: int) -> "EngineConfig":
         """A row keeps one block of pages, which locates its state, and its prompt runs in one piece."""

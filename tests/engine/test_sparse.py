@@ -19,6 +19,7 @@ from tests.models.small import (
     reference_model,
     reference_mtp_layer,
     save,
+    v3_config,
     v32_config,
 )
 from tests.models_for_tests import VOCAB
@@ -95,6 +96,25 @@ def test_a_requests_tokens_are_the_same_alone_and_in_any_trace(monkeypatch: pyte
     met = check_traces(run, 20)
     met_all = "num_mixed_steps", "num_preemptions", "num_reused_tokens", "num_accepted"
     assert all(met[name] for name in met_all), met
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_with_fp8_latents_all_keys_selected_are_dense_attention_and_few_keys_are_not(k: int) -> None:
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "kv_lora_rank": 128}
+    dense = MLAForCausalLM(v3_config(**sizes), mtp=True)
+    randomize(dense)
+    found = {}
+    for topk in (None, 64, TOPK):
+        model = dense
+        if topk is not None:
+            model = MLAForCausalLM(v32_config(**sizes, index_topk=topk), mtp=True)
+            randomize(model)
+            model.load_state_dict(dense.state_dict(), strict=False)
+        of = engine(k, model, kv_cache_dtype="fp8")
+        prompts = [list(range(1, 1 + n)) for n in LENGTHS]
+        found[topk] = [c.token_ids for c in of.generate(prompts, max_new_tokens=NEW, stop_ids=[])]
+        assert [spec.dtype for spec in of._caches.specs].count(torch.uint8) == 2 + (k > 0)
+    assert found[64] == found[None] != found[TOPK]
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch_invariant", True), ("decode_backend", "reference")])

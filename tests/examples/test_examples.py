@@ -56,6 +56,17 @@ def test_a_users_own_module_with_fp8_latents(example: ModuleType, capsys: pytest
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("lowering")
+@runs("own_module_sparse")
+def test_a_users_own_module_with_an_indexer(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    example.main(num_layers=1)  # compares each batch with eager itself, and short rows with dense attention
+    *lines, last = lines_of(capsys)
+    assert len(lines) == 10 and last == "10 batches, 3 graphs"
+    changes = {int(line.split("up to")[1].split()[0]): float(line.split()[-1]) for line in lines}
+    assert all((change > 1e-3) == (keys > example.TOPK) for keys, change in changes.items())
+
+
+@pytest.mark.long
 @runs("own_module_drafter")
 def test_a_users_own_module_gives_drafters_the_outputs_of_its_layers(
     example: ModuleType, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,7 @@
 """Stands in for the package `flash_mla` (sgl-flash-mla 1.0.0): its checks, and its results from the definition.
 
-What a query that sees no key gets is NaN here, since the package promises nothing.
+What a query of dense attention that sees no key gets is NaN here, since the package promises nothing. Its sparse
+kernels give 0, and inf as the log-sum-exp.
 """
 
 import importlib.machinery
@@ -8,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
+
+from mla_compile.latents import unpack
 
 MULTIPROCESSORS = 132
 
@@ -34,15 +37,22 @@ def get_mla_decoding_metadata(
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: SimpleNamespace,
     *,
     softmax_scale: float,
-    causal: bool,
     use_legacy: bool,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if indices is not None:
+        assert use_legacy and is_fp8_kvcache and not causal and head_dim_v == 512
+        assert block_table is None and cache_seqlens is None
+        return sparse_decode(q, k_cache, indices, tile_scheduler_metadata, softmax_scale)
+    assert block_table is not None and cache_seqlens is not None
     rows, q_len, heads, width = q.shape
     assert use_legacy and causal and (width, head_dim_v) == (576, 512)
     assert q.dtype == k_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
@@ -66,10 +76,86 @@ def flash_mla_with_kvcache(
     return out, lse
 
 
+def attend(query: Tensor, kv: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one token, `[heads, 576]`, over its slots of `[slots, 576]`."""
+    latents = kv[slots[slots >= 0].long()].float()
+    if len(latents) == 0:
+        return torch.zeros(len(query), 512), torch.full((len(query),), torch.inf)
+    scores = query.float() @ latents.T * scale
+    return scores.softmax(-1) @ latents[:, :512], scores.logsumexp(-1)
+
+
+def sparse_decode(
+    q: Tensor, cache: Tensor, indices: Tensor, schedule: SimpleNamespace, scale: float
+) -> tuple[Tensor, Tensor]:
+    """FP8 latents; every program's blocks are attended to as the plan says, and joined."""
+    rows, tokens, heads, width = q.shape
+    topk = indices.shape[2]
+    assert (q.dtype, width, cache.dtype, cache.shape[2:]) == (torch.bfloat16, 576, torch.uint8, (1, 656))
+    assert heads in (64, 128) and cache.is_contiguous() and topk % 64 == 0
+    assert indices.dtype == torch.int32 and indices.shape[:2] == (rows, tokens) and indices.stride(-1) == 1
+    plan, splits = schedule.tile_scheduler_metadata, schedule.num_splits
+    programs = max(MULTIPROCESSORS // tokens // (heads // 64), 1)
+    assert (plan.shape, plan.dtype, splits.dtype) == ((programs, 8), torch.int32, torch.int32)
+    parts: list[list[tuple[int, int, int, int]]] = [[] for _ in range(rows)]
+    for first, last, begin, end, part, first_divided, last_divided, _ in plan.tolist():
+        if first < rows:
+            assert first == last and part == len(parts[first]), "this stand-in knows programs of one row"
+            parts[first].append((begin, end, first_divided, last_divided))
+    kv = unpack(cache.flatten(0, 2), 512, torch.bfloat16)
+    outs, lses = [], []
+    for row, blocks in enumerate(parts):
+        assert [begin for begin, *_ in blocks] == [0, *(end for _, end, *_ in blocks[:-1])], (
+            "not every block once"
+        )
+        assert blocks[-1][1] == topk // 64
+        assert all(divided == (len(blocks) > 1,) * 2 for *_, divided in ((b[0], b[2:]) for b in blocks))
+        assert int(splits[row + 1] - splits[row]) == len(blocks)
+        for token in range(tokens):
+            of_token = q[row, token], kv
+            found = [attend(*of_token, indices[row, token, 64 * b : 64 * e], scale) for b, e, *_ in blocks]
+            lse = torch.stack([one for _, one in found])
+            weights = torch.where(lse == torch.inf, -torch.inf, lse).softmax(0).nan_to_num(0)
+            outs.append((torch.stack([one for one, _ in found]) * weights[..., None]).sum(0))
+            lses.append(torch.where(lse == torch.inf, -torch.inf, lse).logsumexp(0))
+    out = torch.stack(outs).to(q.dtype).view(rows, tokens, heads, 512)
+    return out, torch.stack(lses).view(rows, tokens, heads).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int,
+    *,
+    topk_length: Tensor,
+    use_legacy: bool,
+    return_log2_lse: bool | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    tokens, heads, width = q.shape
+    assert use_legacy and return_log2_lse is not True and d_v == 512 and heads in (64, 128)
+    assert q.dtype == kv.dtype == torch.bfloat16 and width == 576 and kv.shape[1:] == (1, 576)
+    assert indices.dtype == torch.int32 and indices.shape[:2] == (tokens, 1) and indices.shape[2] % 128 == 0
+    assert topk_length.dtype == torch.int32 and topk_length.shape == (tokens,)
+    found = []
+    for query, (slots,), length in zip(q, indices, topk_length.tolist(), strict=True):
+        assert (slots[length:] < 0).all(), "no slot may stand behind the length"
+        found.append(attend(query, kv[:, 0], slots[:length], sm_scale))
+    out, lse = (torch.stack(each) for each in zip(*found, strict=True))
+    return out.to(q.dtype), *((None, None) if return_log2_lse is False else (lse, lse))
+
+
 def module() -> ModuleType:
     """The package, for `sys.modules`."""
     module = ModuleType("flash_mla")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_mla", None)
-    for function in (has_legacy, get_mla_metadata, get_mla_decoding_metadata, flash_mla_with_kvcache):
+    for function in (
+        has_legacy,
+        get_mla_metadata,
+        get_mla_decoding_metadata,
+        flash_mla_with_kvcache,
+        flash_mla_sparse_fwd,
+    ):
         setattr(module, function.__name__, function)
     return module

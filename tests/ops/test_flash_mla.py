@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.kernel_cases import decode_case
+from tests.kernel_cases import decode_case, sparse_case
 from tests.ops import flash_mla_stand_in
 
 
@@ -40,4 +40,31 @@ def test_compiled_code_spills_nothing(
     with compiled_for(90) as kernels:
         flash_mla.decode_flash_mla(case.operands(), plan)
     assert [kernel.name for kernel in kernels] == ["pack_kernel", "unpack_kernel"]
+    assert not any(kernel.spilled_bytes for kernel in kernels)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [1, 140])
+def test_compiled_code_around_the_sparse_kernels_spills_nothing(
+    tokens: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    if importlib.util.find_spec("flash_mla") is None:
+        monkeypatch.setitem(sys.modules, "flash_mla", flash_mla_stand_in.module())
+    from mla_compile.ops.attention.kernels import flash_mla_sparse
+    from tests.triton_compile import compiled_for
+
+    def nothing(q: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, ...]:
+        out = q[..., :512].contiguous()
+        return out, torch.zeros(0), torch.zeros(out.shape[:2])
+
+    monkeypatch.setattr(flash_mla_sparse, "flash_mla_sparse_fwd", nothing)
+    monkeypatch.setattr(flash_mla_sparse, "flash_mla_with_kvcache", lambda *q, **_: nothing(*q)[:2])
+    sizes = {"heads": 64, "rank": 512, "rope": 64, "dtype": torch.bfloat16}
+    case = sparse_case([9] * tokens, topk=2048, fp8=fp8, **sizes)
+    run = flash_mla_sparse.sparse_flash_mla_fp8 if fp8 else flash_mla_sparse.sparse_flash_mla
+    with compiled_for(90) as kernels:
+        run(*case)
+    last = {(False, 1): "join_kernel", (True, 140): "fence_kernel"}.get((fp8, tokens))
+    assert [kernel.name for kernel in kernels] == ["pack_kernel", *([last] if last else [])]
     assert not any(kernel.spilled_bytes for kernel in kernels)

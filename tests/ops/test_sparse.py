@@ -14,6 +14,7 @@ from mla_compile.batch import MLABatch
 from mla_compile.ops.attention import select_keys, sparse
 from mla_compile.ops.attention.sparse import mla_sparse_attention
 from tests.cases import Case, make_case, relative_error
+from tests.kernel_cases import check_sparse, sparse_case
 from tests.ops.test_contracts import attention_args
 from tests.reference import attend_one, mla_attention_reference, tokens_of
 
@@ -130,6 +131,12 @@ def test_attention_over_selected_keys_is_that_of_the_definition(
         assert slots or not out[token].any()
 
 
+def test_selected_fp8_latents_have_the_result_of_their_values() -> None:
+    *tensors, scale = case = sparse_case([0, 1, 9, 30], topk=30, rank=128, fp8=True)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(1))
+    check_sparse(case, mla_sparse_attention(*tensors[:3], tensors[3][:, order], softmax_scale=scale))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(0, 20), max_size=4),
@@ -177,6 +184,11 @@ def test_the_ops_keep_their_contracts(shape: str) -> None:
         n = len(q) - len(p.slot_mapping)
         keys = p.cu_seqlens_q, p.cu_seqlens_k, p.key_slots
         opcheck(ops.mla_prefill_select.default, (q[n:], weights[n:], cache, *keys, 5))
+
+
+@pytest.mark.long
+def test_the_op_keeps_its_contract_with_fp8_latents() -> None:
+    opcheck(ops.mla_sparse_attention.default, sparse_case([0, 9], topk=9, rank=128, fp8=True))
 
 
 def test_what_is_wrong_is_named() -> None:

@@ -15,16 +15,16 @@ HEADS = {"V3.2": 128, "GLM-5": 64, "V3.2 on 8 GPUs": 16}
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("capability", "model", "dtype"),
+    ("capability", "model", "dtype", "fp8"),
     [
-        *itertools.product([90], HEADS, [torch.bfloat16]),
-        *itertools.product([80, 86, 100, 120], ["GLM-5"], [torch.bfloat16]),
-        *itertools.product([80, 90], ["GLM-5"], [torch.float32]),
+        *itertools.product([90], HEADS, [torch.bfloat16], [False, True]),
+        *itertools.product([80, 86, 100, 120], ["GLM-5"], [torch.bfloat16], [False]),
+        *itertools.product([80, 90], ["GLM-5"], [torch.float32], [False]),
     ],
     ids=str,
 )
 def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
-    capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    capability: int, model: str, dtype: torch.dtype, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.attention.kernels.sparse import sparse_triton
@@ -32,7 +32,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
 
     device, shared_memory = GPUS[capability]
     monkeypatch.setattr(devices, "H200", device)
-    case = sparse_case([2048, 64], topk=2048, heads=HEADS[model], rank=512, rope=64, dtype=dtype)
+    case = sparse_case([2048, 64], topk=2048, heads=HEADS[model], rank=512, rope=64, dtype=dtype, fp8=fp8)
     with compiled_for(capability) as kernels:
         sparse_triton(*case)
     assert [kernel.name for kernel in kernels] == ["sparse_kernel", "combine_kernel"]

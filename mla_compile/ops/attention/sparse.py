@@ -1,15 +1,45 @@
 """`mla_sparse_attention`: absorbed attention of each token over latents of its own choice."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from mla_compile.latents import FP8
 from mla_compile.ops import validate
 from mla_compile.ops.attention.softmax import product, softmax_weighted
 from mla_compile.ops.attention.tiles import KV_LORA_RANKS, ROPE_HEAD_DIMS
-from mla_compile.ops.dispatch import FLOATS, SOME, reference, triton
+from mla_compile.ops.dispatch import FLOATS, SOME, Candidate, reference, triton
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.paging import read_latents
 
+_FLASH_MLA = Candidate(
+    name="flash_mla",
+    description="FlashMLA's sparse kernel for Hopper",
+    function="mla_compile.ops.attention.kernels.flash_mla_sparse:sparse_flash_mla",
+    device_types=("cuda",),
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    packages=("flash_mla", "triton"),
+    constraints={
+        "dtype": (torch.bfloat16,),
+        "kv_cache.dtype": (torch.bfloat16,),
+        "tokens": SOME,
+        "heads": (64, 128),
+        "topk": range(128, 8193, 128),
+        "kv_lora_rank": range(512, 513),
+        "qk_rope_head_dim": range(64, 65),
+    },
+)
 SPARSE = (
+    _FLASH_MLA,
+    replace(
+        _FLASH_MLA,
+        name="flash_mla_fp8",
+        description="FlashMLA's sparse kernel for Hopper and FP8 latents",
+        function="mla_compile.ops.attention.kernels.flash_mla_sparse:sparse_flash_mla_fp8",
+        constraints={**_FLASH_MLA.constraints, "kv_cache.dtype": (FP8,), "topk": range(64, 8193, 64)},
+    ),
     triton(
         "split-KV kernel over lists of slots",
         "mla_compile.ops.attention.kernels.sparse:sparse_triton",
@@ -32,7 +62,7 @@ SPARSE = (
     layouts={
         "q_latent": "tokens, heads, kv_lora_rank",
         "q_pe": "tokens, heads, qk_rope_head_dim",
-        "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
+        "kv_cache": validate.LATENTS,
         "selected": "int32 tokens, topk",
     },
     layout=torch.Tag.flexible_layout,
@@ -48,8 +78,8 @@ def mla_sparse_attention(
     Args:
         q_latent: `q_nope @ w_uk`, `[tokens, heads, kv_lora_rank]`, float.
         q_pe: `[tokens, heads, qk_rope_head_dim]`, same dtype.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; it already
-            holds the new tokens' latents.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype, or with
+            FP8 latents (`mla_append`); it already holds the new tokens' latents.
         selected: int32 `[tokens, topk]`: distinct slots, `page * page_size + offset`; -1, anywhere, is no slot.
         softmax_scale: multiplies the scores.
 
@@ -82,7 +112,8 @@ def sparse_torch(
     for first in range(0, tokens, step):
         slots = selected[first : first + step]
         is_slot = slots >= 0
-        latents = flat.index_select(0, slots.clamp(min=0).flatten()).unflatten(0, slots.shape)
+        latents = read_latents(flat, slots.clamp(min=0).flatten(), rank, q_latent.dtype)
+        latents = latents.unflatten(0, slots.shape)
         latents.masked_fill_(~is_slot[..., None], 0)  # 0 x NaN is NaN
         query = torch.cat([q_latent[first : first + step], q_pe[first : first + step]], dim=-1)
         scores = product(query, latents.mT).mul_(softmax_scale)

@@ -38,6 +38,13 @@ def test_widths_and_heads_of_real_models(rank: int, rope: int, heads: int) -> No
     check_sparse(case, sparse_triton(*case))
 
 
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 32)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_fp8_latents_have_the_result_of_their_values(rank: int, rope: int, splits: int) -> None:
+    case = sparse_case(COUNTS, topk=40, rank=rank, rope=rope, dtype=torch.bfloat16, fp8=True)
+    check_sparse(case, sparse_triton(*case, tiles=SMALL, splits=splits, min_keys=16))
+
+
 def test_queries_may_have_any_strides() -> None:
     q_latent, q_pe, *others = sparse_case([9, 20], topk=20, heads=6)
     by_head = q_latent.transpose(0, 1).contiguous().transpose(0, 1)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
@@ -27,7 +28,7 @@ from mla_compile.ops.device import device_of
 def sparse_kernel(
     q_latent,  # [tokens, HEADS, RANK], any strides but the last
     q_pe,  # [tokens, HEADS, ROPE], any strides but the last
-    kv_cache,  # [slots, RANK + ROPE], contiguous
+    kv_cache,  # [slots, WIDTH], contiguous; floats or FP8 latents
     selected,  # int32 [tokens, TOPK], contiguous
     out,  # [splits, tokens * HEADS, RANK], contiguous
     lse,  # float32 [splits, tokens * HEADS]
@@ -37,6 +38,7 @@ def sparse_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,7 +76,7 @@ def sparse_kernel(
     slot = tl.load(selected + key, mask=key < stop, other=-1)
     for first in range(start, stop, BLOCK_N):
         live = slot >= 0
-        latent = kv_cache + tl.maximum(slot, 0).to(tl.int64)[:, None] * (RANK + ROPE)
+        latent = kv_cache + tl.maximum(slot, 0).to(tl.int64)[:, None] * WIDTH
         # One tile ahead, so that the next iteration knows the latents' addresses.
         key = first + BLOCK_N + tl.arange(0, BLOCK_N)
         slot = tl.load(selected + key, mask=key < stop, other=-1)
@@ -103,7 +105,7 @@ def sparse_triton(
     (tokens, heads, rank), topk = q_latent.shape, selected.shape[1]
     q_latent, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe))
     device = device_of(q_latent)
-    tiles = tiles or decode_tiles(heads, rank, q_latent.dtype, device)
+    tiles = tiles or decode_tiles(heads, rank, q_latent.dtype, device, fp8=kv_cache.dtype == FP8)
     blocks = tokens * triton.cdiv(heads, tiles.queries)
     splits = splits or num_splits(blocks, topk, device)
 
@@ -123,6 +125,7 @@ def sparse_triton(
         HEADS=heads,
         RANK=rank,
         ROPE=q_pe.shape[2],
+        WIDTH=kv_cache.shape[2],
         TOPK=topk,
         BLOCK_R=tiles.queries,
         BLOCK_N=tiles.keys,
