@@ -11,7 +11,17 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.adjacent import lies_before, num_columns, one_matrix
 from mla_compile.ops.batch_invariant import product_by_row
-from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, at_least, by_token, reference, triton
+from mla_compile.ops.dispatch import (
+    FLOATS,
+    HALF,
+    SOME,
+    UNIT,
+    Candidate,
+    at_least,
+    by_token,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.linear import cublas
 

@@ -452,7 +452,11 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    plan = moe_tiles if operands.gate_up_scale is None else partial(fp8_moe_tiles, rounded=rounded, in_order=in_order)
+    plan = (
+        moe_tiles
+        if operands.gate_up_scale is None
+        else partial(fp8_moe_tiles, rounded=rounded, in_order=in_order)
+    )
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MAX_UNSORTED_PAIRS
