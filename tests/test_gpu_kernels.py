@@ -972,7 +972,7 @@ def test_bits_of_captured_products_are_those_of_eager_ones(name: str) -> None:
 
 def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "_same_bits", {})  # private: asking by the public call would be a trial
-    x, w = torch.randn(8, 2, 512, device="cuda").half(), torch.randn(2, 264, 512, device="cuda").half().mT
+    x, w = torch.randn(8, 2, 1032, device="cuda").half(), torch.randn(2, 264, 1032, device="cuda").half().mT
     matmul_triton(x, w)
     state = torch.cuda.get_rng_state()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

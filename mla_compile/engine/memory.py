@@ -8,10 +8,8 @@ from torch import Tensor
 from mla_compile.engine.config import EngineConfig, FittedConfig
 from mla_compile.engine.device_memory import named_tensors
 from mla_compile.models.deepseek import MLAForCausalLM
-from mla_compile.models.fp8 import FP8Experts
 from mla_compile.models.sharding import check_divisible, division
 from mla_compile.ops.attention.segments import MAX_KEYS
-from mla_compile.ops.experts.tiles import NUM_SLOTS
 from mla_compile.speculate.drafter import cache_specs
 
 
@@ -115,9 +113,6 @@ def _of_step(model: MLAForCausalLM, config: FittedConfig, num_gpus: int, num_aux
     # One float32 vector for each expert of each token. With expert parallelism one GPU may have all of them.
     pairs = tokens * (arch.routing.topk + 1)
     experts = pairs * (4 * arch.hidden_size + width * arch.moe_intermediate_size)
-    if any(isinstance(module, FP8Experts) for module in model.modules()):
-        # Dequantised weights, gate and up at once.
-        experts += NUM_SLOTS * 2 * arch.moe_intermediate_size * arch.hidden_size * width
     of_key = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim + arch.v_head_dim) + arch.kv_lora_rank
     keys = min(MAX_KEYS, config.max_rows * config.max_model_len) * of_key * width
     queries = tokens * heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim + arch.v_head_dim) * width

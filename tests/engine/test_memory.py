@@ -114,19 +114,6 @@ def test_the_pages_that_fit_are_the_most_that_do(tmp_path: Path) -> None:
     assert plan.most_rows(10**9, 100) == 0
 
 
-def test_experts_in_fp8_count_a_workspace(tmp_path: Path) -> None:
-    """Of four experts' gate and up, in bfloat16."""
-    (tmp_path / "config.json").write_text(published.GLM_4_7_FLASH)
-    plain, fp8 = (
-        plan_memory(
-            meta_model(tmp_path, dtype=torch.bfloat16, quantize=quantize),
-            EngineConfig(max_rows=1, max_model_len=2048),
-        )
-        for quantize in (None, "fp8")
-    )
-    assert fp8.steps - plain.steps == 4 * 2 * 1536 * 2048 * 2
-
-
 def test_graphs_are_counted_as_their_budget_and_steps_by_their_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(published.GLM_4_7_FLASH)
     model = meta_model(tmp_path, dtype=torch.bfloat16)

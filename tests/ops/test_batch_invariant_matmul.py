@@ -130,8 +130,10 @@ def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
 @pytest.mark.parametrize(
     ("machine", "dtype", "bits", "expected"),
     [
-        ((9, 0), torch.bfloat16, True, "cublas"),
-        ((8, 0), torch.bfloat16, False, "triton"),
+        ((9, 0), torch.bfloat16, True, "by_head"),
+        ((8, 0), torch.bfloat16, False, "by_head"),
+        ((10, 0), torch.bfloat16, True, "cublas"),
+        ((10, 0), torch.bfloat16, False, "triton"),
         ((7, 5), torch.float16, True, "cublas"),
         ((7, 5), torch.float16, False, "by_row"),
         ((9, 0), torch.float32, False, "triton"),
@@ -189,6 +191,7 @@ def test_a_reason_says_that_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     rejected = choose("batch_invariant_matmul", (x, w)).rejected
     assert rejected == (
         ("blocks", "supports weights one matrix, got strided"),
+        ("by_head", "supports groups of 2 or more, got 1"),
         ("cublas", "supports bits in any batch equal, got different"),
     )
 

@@ -1,14 +1,16 @@
 """The FP8 kernels without a GPU: what the compiled code uses; their results: `test_interpreted.py`."""
 
+import re
+
 import pytest
 import torch
 
 from mla_compile.ops.device import H200, Device
-from mla_compile.ops.experts.tiles import fp8_moe_tiles, moe_tiles
+from mla_compile.ops.experts.tiles import fp8_moe_tiles
 from mla_compile.ops.linear.operands import FP8LinearOperands
 from mla_compile.ops.linear.tiles import has_one_order, many_block_tiles
 from tests.fp8_cases import fp8_weight
-from tests.kernel_cases import dequantized, moe_case
+from tests.kernel_cases import moe_case
 
 
 @pytest.mark.long
@@ -105,26 +107,23 @@ def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
         moe_triton(case.operands(), gate_up=gate_up, down=down, in_order=in_order)
     for kernel in kernels:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 96, kernel.name
-        if in_order and kernel.name in ("gate_up_kernel", "down_kernel"):
-            assert "wgmma.mma_async" in kernel.text
+    if in_order:
+        for kernel, tiles in zip(kernels[-3:-1], (gate_up, down), strict=True):
+            assert ("wgmma.mma_async" in kernel.text) == has_one_order(tiles, H200), kernel.name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [0, 1])
-def test_experts_that_are_dequantised_first_are_pipelined_as_plain_ones(shared: int) -> None:
-    """With as much shared memory: Triton may lose the alignment of an operand, and load it element by element."""
+def test_experts_of_many_tokens_are_converted_while_others_are_multiplied(shared: int) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.experts.kernels.moe import moe_triton
+    from mla_compile.ops.experts.kernels.moe import moe_rounded
     from tests.triton_compile import compiled_for
 
-    gate_up, down = (moe_tiles(70_000, 64, products, torch.bfloat16, H200) for products in (2, 1))
     size = {"experts": 64, "hidden": 256, "intermediate": 256, "shared": shared}
     case = moe_case(600, 1, **size, dtype=torch.bfloat16, fp8=True)
-    with compiled_for(90) as plain:
-        moe_triton(dequantized(case).operands(), gate_up=gate_up, down=down)
     with compiled_for(90) as kernels:
-        moe_triton(case.operands(), gate_up=gate_up, down=down, dequantizes=True)
-    for kernel, like in zip(kernels[-3:-1], plain[-3:-1], strict=True):
-        assert kernel.name == like.name and kernel.shared_memory == like.shared_memory <= 227 * 1024
-        assert kernel.spilled_bytes <= 16, kernel.name
-        assert "wgmma.mma_async" in kernel.text and "acquire" in kernel.text, kernel.name
+        moe_rounded(case.operands())
+    for kernel in kernels[1:3]:
+        assert kernel.spilled_bytes == 0 and 2 * kernel.shared_memory <= 227 * 1024, kernel.name
+        waits = [int(left) for left in re.findall(r"wgmma.wait_group.sync.aligned (\d+)", kernel.text)]
+        assert waits.count(0) == 1, "only after the loop does a program wait for all products"

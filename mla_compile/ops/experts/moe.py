@@ -26,7 +26,7 @@ from mla_compile.ops.dispatch import (
     triton,
 )
 from mla_compile.ops.experts.operands import ExpertOperands
-from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_DEQUANTIZED_PAIRS
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_ROUNDED_PAIRS
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.torch_internals import statically_known_true
@@ -70,14 +70,14 @@ MOE_EXPERTS = (
     _TRITON,
     replace(
         _TRITON_FP8,
-        name="dequantized_fp8",
-        description="many tokens: each expert's FP8 weights are dequantised first, in the launch that multiplies",
-        function="mla_compile.ops.experts.kernels.moe:moe_dequantized",
+        name="rounded_fp8",
+        description="many tokens: FP8 weights are scaled and rounded as they are converted",
+        function="mla_compile.ops.experts.kernels.moe:moe_rounded",
         constraints={
             **_TRITON_FP8.constraints,
             "dtype": (torch.bfloat16,),  # it has the range of float32, so no weight underflows
             "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
-            "pairs per expert": at_least(MIN_DEQUANTIZED_PAIRS),
+            "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
         },
     ),
     _TRITON_FP8,

@@ -14,12 +14,8 @@ MAX_UNSORTED_PAIRS = 512
 MAX_NARROW_PAIRS = 128
 """Most pairs per expert for which Hopper gets narrow tiles of down. On an H200 narrow was faster at 68, wide at 256."""
 
-MIN_DEQUANTIZED_PAIRS = 512
-"""Fewest pairs per expert for which FP8 weights are dequantised first. Fewer multiply FP8 values. On an H100 with GLM's
-experts that was 15% slower at 256 pairs, 15% faster at 512 and 30% at 1,024."""
-
-NUM_SLOTS = 4
-"""Experts of a workspace of dequantised weights. With fewer, dequantising waits for programs that still run."""
+MIN_ROUNDED_PAIRS = 64
+"""Fewest pairs per expert for which FP8 weights are rounded; fewer multiply FP8 values."""
 
 
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> ProductTiles:
@@ -53,22 +49,32 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
 
 
 def fp8_moe_tiles(
-    pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device, *, in_order: bool
+    pairs: int,
+    experts: int,
+    products: int,
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    rounded: bool = False,
+    in_order: bool = False,
 ) -> ProductTiles:
-    """`moe_tiles` for block-FP8 weights, the fastest on an H200.
+    """`moe_tiles` for block-FP8 weights, the fastest on an H100.
 
-    Their depth is one block, because the sum of each block is scaled; in float32 a quarter of a block.
+    Their depth is at most one block, as the sum of each block is scaled; in float32 a quarter of a block.
 
-    in_order: whether all tiles must add in one order (`has_one_order`). Otherwise few pairs get narrower tiles, which
-        are faster. The order of data-centre Blackwell's instructions is untested, so it gets one kind, as in
-        `moe_tiles`.
+    rounded: whether weights are scaled instead, so a program waits for no sum. Two programs run on a multiprocessor:
+        one multiplies while the other writes its result.
+    in_order: whether all tiles must add in one order. The order of data-centre Blackwell's instructions is untested, so
+        it gets one kind, as in `moe_tiles`.
     """
     if dtype == torch.float32:
         return moe_tiles(pairs, experts, products, dtype, device)
-    if pairs <= 2 * experts and not in_order:
-        if pairs <= 16:
-            return ProductTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
-        return ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
+    if rounded and device.capability[0] == 9:
+        return ProductTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=4)
     if pairs > 16 * experts or (in_order and device.capability[0] == 10):
         return ProductTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
+    if pairs <= 2 * experts:
+        if pairs <= 16 and not in_order:
+            return ProductTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
+        return ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
     return ProductTiles(16 if pairs <= MAX_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)

@@ -11,7 +11,17 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.adjacent import lies_before, num_columns, one_matrix
 from mla_compile.ops.batch_invariant import product_by_row
-from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, by_token, reference, triton
+from mla_compile.ops.dispatch import (
+    FLOATS,
+    HALF,
+    SOME,
+    UNIT,
+    Candidate,
+    at_least,
+    by_token,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.linear import cublas
 
@@ -38,6 +48,20 @@ BATCH_INVARIANT_MATMUL = (
         },
         max_capability=(9, 0),  # on newer GPUs, tiles of few tokens may add in another order
     ),
+    replace(
+        _TRITON,
+        name="by_head",
+        description="one matrix per head: a program computes a tile of tokens and columns of a head",
+        function="mla_compile.ops.linear.kernels.by_head:multiply_by_head_tiles",
+        constraints={
+            **_TRITON.constraints,
+            "dtype": HALF,
+            "groups": at_least(2),
+            "k": range(1, 1025),
+            "w.stride(1) or w.stride(2)": UNIT,
+        },
+        max_capability=(9, 0),
+    ),
     Candidate(
         "cublas",
         "cuBLAS, if a probe found the same bits in any batch",
@@ -60,6 +84,7 @@ BATCH_INVARIANT_MATMUL = (
         "k": w.shape[1],
         "n": w.shape[2],
         "weights": "one matrix" if w.mT.is_contiguous() else "strided",
+        "w.stride(1) or w.stride(2)": min(w.stride()[1:]),
         "bits in any batch": "equal" if cublas.has_same_bits(x, w) else "different",
     },
 )

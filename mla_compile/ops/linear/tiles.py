@@ -148,10 +148,12 @@ def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> t
 
 
 def by_head_tiles(tokens: int, k: int) -> ProductTiles:
-    """Tiles of a matmul of a few tokens by one matrix per head."""
+    """Tiles of a matmul by one matrix per head. All add 16 products at a time, in the order of k."""
     if tokens <= 8:
         return ProductTiles(8, columns=32, depth=64 if k < 512 else 128, warps=2, stages=4)
-    return ProductTiles(16 if tokens <= 16 else 32, columns=64, depth=64, warps=4, stages=4)
+    return ProductTiles(
+        16 if tokens <= 16 else 32 if tokens <= 64 else 64, columns=64, depth=64, warps=4, stages=4
+    )
 
 
 def _not_wider(choices: tuple[ProductTiles, ...], tokens: int, least: int = 0) -> tuple[ProductTiles, ...]:

@@ -14,7 +14,8 @@ the chosen experts. They need no search.
 
 FP8 weights are converted in registers: their values are multiplied, and the sum of each block is scaled
 (`ops/linear/fp8.py`). A batch-invariant FP8 call needs tiles that add along k in one order (`linear/kernels/fp8.py`).
-Every tile of tokens repeats the conversion, so for many tokens each launch dequantises an expert once (`workspace.py`).
+Every tile of tokens repeats the conversion. For many tokens, weights are scaled and rounded in registers instead: no
+sum of a block has to be scaled, so matrix instructions of one part of k run while the next part is converted.
 """
 
 from functools import partial
@@ -28,13 +29,6 @@ from torch import Tensor
 from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
 from mla_compile.ops.device import device_of, power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
-from mla_compile.ops.experts.kernels.workspace import (
-    Matrices,
-    dequantize_first,
-    in_workspace,
-    wait_for_weights,
-    weights_consumed,
-)
 from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
@@ -187,25 +181,15 @@ def _tile(
     tokens,
     starts,
     experts,
-    workspace,
-    slots,
     S: tl.constexpr,
-    M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
 ):
     """The work of a program: a routed expert, a shared expert (or -1), a tile of its columns, a range of its tokens.
 
     The first programs take shared experts, so that these do not end last. `_chosen_tile` gives the range of the others.
-    With a workspace, programs that dequantise do so, and get an empty range; `slots` are the kernel's weights. The
-    second result is where the weights of the expert are.
     """
     program = tl.program_id(0)
-    if workspace is not None:
-        num_shared = S.SHARED * tl.cdiv(tokens, BLOCK_T) * COLUMN_TILES
-        program = dequantize_first(
-            workspace, slots, starts, experts, num_shared, M, S.BLOCK_E, BLOCK_T, COLUMN_TILES
-        )
     if S.SHARED == 0:
         expert, column, begin, end = _chosen_tile(choices, program, starts, experts, S, BLOCK_T, COLUMN_TILES)
         shared = -1
@@ -223,8 +207,7 @@ def _tile(
             expert, column, begin, end = _chosen_tile(
                 choices, behind, starts, experts, S, BLOCK_T, COLUMN_TILES
             )
-    slot = wait_for_weights(workspace, expert, shared, experts, M)
-    return expert, slot, shared, column, begin, end
+    return expert, shared, column, begin, end
 
 
 @triton.jit
@@ -265,12 +248,11 @@ def gate_up_kernel(
     row_lens,  # int32 [rows], see `runs`; None if no token is padding
     rows,
     q_len,
-    workspace,  # `Workspace` whose slots `weights` has; None if `weights` has all experts
     S: tl.constexpr,
-    M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROUNDED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -280,12 +262,10 @@ def gate_up_kernel(
     HIDDEN: tl.constexpr = S.HIDDEN
     INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
     COLUMN_TILES: tl.constexpr = (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C
-    expert, slot, shared, column, begin, end = _tile(
-        choices, tokens, starts, experts, workspace, weights.both, S, M, BLOCK_T, COLUMN_TILES
-    )
+    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
     COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK * COLUMN_BLOCKS
-    gate_of, up_of = gate_and_up(weights, slot, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
+    gate_of, up_of = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
     gate_scale = None
     up_scale = None
     if scales.both is not None:
@@ -310,15 +290,14 @@ def gate_up_kernel(
                 block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
                 of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
                 of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
-            gate = add_product(gate, of_tokens, w_gate, of_gate, IN_ORDER)
-            up = add_product(up, of_tokens, w_up, of_up, IN_ORDER)
+            gate = add_product(gate, of_tokens, w_gate, of_gate, ROUNDED, IN_ORDER)
+            up = add_product(up, of_tokens, w_up, of_up, ROUNDED, IN_ORDER)
         if scales.both is not None:
             gate = tl.trans(gate)
             up = tl.trans(up)
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
         at = activated + row[:, None] * INTERMEDIATE + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
-    weights_consumed(workspace, expert, shared, experts)
 
 
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
@@ -334,12 +313,11 @@ def down_kernel(
     row_lens,
     rows,
     q_len,
-    workspace,
     S: tl.constexpr,
-    M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROUNDED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -349,10 +327,8 @@ def down_kernel(
     HIDDEN: tl.constexpr = S.HIDDEN
     INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
     COLUMN_TILES: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
-    expert, slot, shared, column, begin, end = _tile(
-        choices, tokens, starts, experts, workspace, weights.down, S, M, BLOCK_T, COLUMN_TILES
-    )
-    w_of = weights.down + slot.to(tl.int64) * (HIDDEN * INTERMEDIATE)
+    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    w_of = weights.down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
     width = INTERMEDIATE
     COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
     column_blocks = COLUMN_BLOCKS
@@ -381,12 +357,11 @@ def down_kernel(
             if scale_of is not None:
                 scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
                 scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)
-            result = add_product(result, inner, w, scale, IN_ORDER)
+            result = add_product(result, inner, w, scale, ROUNDED, IN_ORDER)
         if scale_of is not None:
             result = tl.trans(result)
         at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
-    weights_consumed(workspace, expert, shared, experts)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -459,28 +434,29 @@ def moe_triton(
     *,
     gate_up: ProductTiles | None = None,
     down: ProductTiles | None = None,
+    rounded: bool = False,
     in_order: bool = False,
-    dequantizes: bool = False,
 ) -> Tensor:
     """`moe_experts_op` on the GPU or in Triton's interpreter; sums in float32. It reads no values on the host.
 
     gate_up, down: tiles, by default from `tiles.py`; for FP8 weights the depth is at most one block.
+    rounded: whether FP8 weights are scaled and rounded to the dtype of x before they are multiplied.
     in_order: whether FP8 weights give a token the same bits in any batch.
-    dequantizes: whether FP8 weights are rounded to the dtype of x, in a workspace; more than `MAX_UNSORTED_PAIRS` only.
     """
     x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
-    of_gate_up = of_down = None
-    if dequantizes:
-        operands, of_gate_up, of_down = in_workspace(operands)
     pairs = topk_ids.numel()
     shared = operands.num_shared
     x = x if x.stride(1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    plan = moe_tiles if operands.gate_up_scale is None else partial(fp8_moe_tiles, in_order=in_order)
+    plan = (
+        moe_tiles
+        if operands.gate_up_scale is None
+        else partial(fp8_moe_tiles, rounded=rounded, in_order=in_order)
+    )
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MAX_UNSORTED_PAIRS
@@ -488,17 +464,13 @@ def moe_triton(
     chunk = min(_MAX_AT_ONCE, power_of_two(pairs))
     sizes = _Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
-    gate_up_matrices = Matrices.of(2, intermediate, hidden)
-    down_matrices = Matrices.of(1, hidden, intermediate)
-
-    def programs(columns: int, tiles: ProductTiles, matrices: Matrices) -> tuple[int]:
+    def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
         """The grid: an upper bound on the tiles of `_tile` over all possible choices of experts."""
         token_tiles = chosen = min(pairs, experts)
         if is_sorted:
             token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
         token_tiles += shared * triton.cdiv(tokens, tiles.tokens)
-        to_convert = experts * matrices.PROGRAMS if dequantizes else 0
-        return (triton.cdiv(columns, tiles.columns) * token_tiles + to_convert,)
+        return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     early = early_options(x)
     starts = order = places = None
@@ -508,15 +480,16 @@ def moe_triton(
     pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=torch.float32)
     out = x.new_empty((tokens, hidden))
     routing = topk_ids, starts, pairs, experts, *padding
-    gate_up_kernel[programs(intermediate, gate_up, gate_up_matrices)](
-        *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing),
-        *(of_gate_up, sizes, gate_up_matrices),
+    gate_up_kernel[programs(intermediate, gate_up)](
+        *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing, sizes),
+        ROUNDED=rounded,
         IN_ORDER=in_order and not has_one_order(gate_up, device),
         **early,
         **gate_up.options(hidden),
     )
-    down_kernel[programs(hidden, down, down_matrices)](
-        *(activated, Down.of(operands), pair_outs, tokens, *routing, of_down, sizes, down_matrices),
+    down_kernel[programs(hidden, down)](
+        *(activated, Down.of(operands), pair_outs, tokens, *routing, sizes),
+        ROUNDED=rounded,
         IN_ORDER=in_order and not has_one_order(down, device),
         **early,
         **down.options(intermediate),
@@ -540,6 +513,6 @@ def moe_in_order(operands: ExpertOperands) -> Tensor:
     return moe_triton(operands, in_order=True)
 
 
-def moe_dequantized(operands: ExpertOperands) -> Tensor:
-    """`moe_triton` for many tokens and FP8 weights, which are dequantised first, once for all tokens."""
-    return moe_triton(operands, dequantizes=True)
+def moe_rounded(operands: ExpertOperands) -> Tensor:
+    """`moe_triton` for many tokens and FP8 weights, which are rounded."""
+    return moe_triton(operands, rounded=True)

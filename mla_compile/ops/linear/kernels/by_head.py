@@ -1,7 +1,7 @@
-"""Matmul of few tokens by one matrix per head: a program computes a few columns of one head.
+"""Matmul by one matrix per head: a program computes a few columns of one head.
 
-One or two tokens use CUDA cores, more use tensor cores. As in `gemv.py`, weights are prefetched to the L2 cache while
-the previous kernel still runs.
+One or two tokens use CUDA cores. More use tensor cores, and so do all batch-invariant matmuls. As in `gemv.py`, weights
+are prefetched to the L2 cache while the previous kernel still runs.
 """
 
 import triton
@@ -130,7 +130,10 @@ def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
 
 
 def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: ProductTiles | None = None) -> Tensor:
-    """`matmul_by_head` for a few tokens in half precision. tiles: by default from `tiles.py`."""
+    """`matmul_by_head` for a few tokens in half precision, or batch-invariant for any number of them.
+
+    tiles: by default from `tiles.py`.
+    """
     x = x if x.stride(2) == 1 else x.contiguous()
     tokens, heads, k = x.shape
     n = w.shape[2]

@@ -38,15 +38,18 @@ def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
 
 
 @triton.jit
-def add_product(result, h, w, scale, IN_ORDER: tl.constexpr):
+def add_product(result, h, w, scale, ROUNDED: tl.constexpr, IN_ORDER: tl.constexpr):
     """`result` plus the product of tokens `h` `[tokens, k]` and weights `w` `[columns, k]`.
 
     scale: `[columns]`, the scales of these weights, with k within one block; None if the weight is not FP8. The sum of
-        the unscaled products is multiplied by it. FP8 weights are along M, which an instruction reads from registers.
+        the unscaled products is multiplied by it, or each weight with ROUNDED, which is then rounded to the dtype of
+        the tokens. FP8 weights are along M, which an instruction reads from registers.
     """
     # "ieee": float32 uses CUDA cores, as tensor cores would round it.
     if scale is None:
         return tl.dot(h, tl.trans(w), result, input_precision="ieee")
+    elif ROUNDED:
+        return tl.dot((w.to(tl.float32) * scale[:, None]).to(h.dtype), tl.trans(h), result)
     else:
         product = tl.dot(values(w, h.dtype, IN_ORDER), tl.trans(h), input_precision="ieee")
         return tl.fma(product, scale[:, None], result)
