@@ -1,4 +1,4 @@
-"""`matmul_by_head` of few tokens by its Triton kernels; `tests/ops/test_interpreted.py` runs this file."""
+"""`matmul_by_head` by its Triton kernels; `tests/ops/test_interpreted.py` runs this file."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SMALL = ProductTiles(tokens=8, columns=16, depth=64, warps=1, stages=1)
 
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
-    [*((torch.bfloat16, tokens) for tokens in (1, 2, 5, 19)), (torch.float16, 2), (torch.float16, 19)],
+    [*((torch.bfloat16, tokens) for tokens in (1, 2, 5, 19, 70)), (torch.float16, 2), (torch.float16, 19)],
     ids=str,
 )
 def test_the_kernels(dtype: torch.dtype, tokens: int) -> None:
