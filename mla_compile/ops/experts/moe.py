@@ -67,19 +67,20 @@ _GEMV_FP8 = replace(
 MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,
-    _TRITON,
     replace(
         _TRITON_FP8,
-        name="rounded_fp8",
-        description="many tokens: FP8 weights are scaled and rounded as they are converted",
+        name="rounded",
+        description="many tokens: FP8 weights, and each expert's results, are rounded to the dtype",
         function="mla_compile.ops.experts.kernels.moe:moe_rounded",
         constraints={
-            **_TRITON_FP8.constraints,
+            **_TRITON.constraints,
             "dtype": (torch.bfloat16,),  # it has the range of float32, so no weight underflows
             "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
             "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
+            "weights": ("FP8", "of the dtype"),
         },
     ),
+    _TRITON,
     _TRITON_FP8,
     replace(
         _TRITON_FP8,

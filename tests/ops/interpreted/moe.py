@@ -140,7 +140,7 @@ def test_rounded_weights_in_fp8(
     tiles = ProductTiles(tokens=16, columns=32, depth=64, warps=4, stages=1)
     got = moe_triton(case.operands(row_lens, q_len), gate_up=tiles, down=tiles, rounded=True)
     expected = dequantized(case).operands(row_lens, q_len)
-    assert torch.equal(got, moe_triton(expected, gate_up=tiles, down=tiles))
+    assert torch.equal(got, moe_triton(expected, gate_up=tiles, down=tiles, rounded=True))
     check_moe(case, got) if not padded else check_padded_moe(case, got, runs)
 
 

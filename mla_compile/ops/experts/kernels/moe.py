@@ -304,7 +304,7 @@ def gate_up_kernel(
 def down_kernel(
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
     weights,  # `Down`
-    out,  # float32 [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
+    out,  # float32, ROUNDED in the dtype of x; [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
     tokens,
     topk_ids,  # this and the others as in `gate_up_kernel`
     starts,
@@ -361,12 +361,12 @@ def down_kernel(
         if scale_of is not None:
             result = tl.trans(result)
         at = out + row[:, None] * HIDDEN + c[None, :]
-        tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
+        tl.store(at, result.to(out.dtype.element_ty), mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def weighted_sum_kernel(
-    pair_outs,  # float32 [tokens * (TOPK + SHARED), HIDDEN]
+    pair_outs,  # [tokens * (TOPK + SHARED), HIDDEN], `out` of `down_kernel`
     places,  # of `sort_pairs`; None if unsorted
     topk_weights,  # [tokens, TOPK]
     out,  # [tokens, HIDDEN]
@@ -395,12 +395,12 @@ def weighted_sum_kernel(
         pair = token * TOPK + k
         weight = tl.load(topk_weights + pair).to(tl.float32)
         row = pair if places is None else tl.load(places + pair).to(tl.int64)
-        pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
+        pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0).to(tl.float32)
         # Weights of padding may be NaN, so both factors are masked.
         result += tl.where(there, weight, 0.0) * pair_out
     for expert in tl.static_range(SHARED):
         row = tokens * (TOPK + expert) + token
-        result += tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
+        result += tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
 
 
@@ -440,7 +440,8 @@ def moe_triton(
     """`moe_experts_op` on the GPU or in Triton's interpreter; sums in float32. It reads no values on the host.
 
     gate_up, down: tiles, by default from `tiles.py`; for FP8 weights the depth is at most one block.
-    rounded: whether FP8 weights are scaled and rounded to the dtype of x before they are multiplied.
+    rounded: whether FP8 weights are scaled and rounded to the dtype of x before they are multiplied, and each expert's
+        result before it is weighted.
     in_order: whether FP8 weights give a token the same bits in any batch.
     """
     x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
@@ -477,7 +478,7 @@ def moe_triton(
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
     activated = x.new_empty((pairs + shared * tokens, intermediate))
-    pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=torch.float32)
+    pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=x.dtype if rounded else torch.float32)
     out = x.new_empty((tokens, hidden))
     routing = topk_ids, starts, pairs, experts, *padding
     gate_up_kernel[programs(intermediate, gate_up)](
@@ -514,5 +515,5 @@ def moe_in_order(operands: ExpertOperands) -> Tensor:
 
 
 def moe_rounded(operands: ExpertOperands) -> Tensor:
-    """`moe_triton` for many tokens and FP8 weights, which are rounded."""
+    """`moe_triton` for many tokens: FP8 weights and each expert's results are rounded."""
     return moe_triton(operands, rounded=True)
