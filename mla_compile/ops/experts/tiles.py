@@ -16,8 +16,12 @@ MAX_NARROW_PAIRS = 128
 """Most pairs per expert for which Hopper gets narrow tiles of down. On an H200 narrow was faster at 68, wide at 256."""
 
 MIN_ROUNDED_PAIRS = 64
-"""Fewest pairs per expert for which FP8 weights are rounded, where fewer multiply FP8 values, and each expert's results,
-which are in float32 where pairs are few. On an H100 that rounding saves 4% at 64 pairs, 9% at 256 and 3 to 7% at 1,024."""
+"""Fewest pairs per expert for which each expert's results are rounded; with fewer they are in float32. On an H100 that
+saves 4% at 64 pairs, 9% at 256 and 3 to 7% at 1,024."""
+
+MIN_ROUNDED_WEIGHTS = 160
+"""Fewest pairs per expert for which FP8 weights are rounded too; with fewer, FP8 values are multiplied. On an H100 with
+GLM's experts rounded weights took 59% more time at 64 pairs, 2% more at 128 and 18% less at 256."""
 
 
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> ProductTiles:
@@ -64,19 +68,20 @@ def fp8_moe_tiles(
 
     Their depth is at most one block, as the sum of each block is scaled; in float32 a quarter of a block.
 
-    rounded: whether weights are scaled instead, so a program waits for no sum. Two programs run on a multiprocessor:
-        one multiplies while the other writes its result.
-    in_order: whether all tiles must add in one order. The order of data-centre Blackwell's instructions is untested, so
-        it gets one kind, as in `moe_tiles`.
+    rounded: whether weights are scaled instead, so a program waits for no sum. A conversion for 256 tokens costs half
+        of one for 128, and the whole layer of 16,384 tokens a sixth less.
+    in_order: whether all tiles must add in one order (`has_one_order`). Otherwise few pairs get narrower tiles, which
+        are faster. The order of data-centre Blackwell's instructions is untested, so it gets one kind, as in
+        `moe_tiles`.
     """
     if dtype == torch.float32:
         return moe_tiles(pairs, experts, products, dtype, device)
     if rounded and device.capability[0] == 9:
-        return ProductTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=4)
+        return ProductTiles(tokens=256, columns=128 // products, depth=64, warps=8, stages=4)
     if pairs > 16 * experts or (in_order and device.capability[0] == 10):
         return ProductTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
-    if pairs <= 2 * experts:
-        if pairs <= 16 and not in_order:
+    if pairs <= 2 * experts and not in_order:
+        if pairs <= 16:
             return ProductTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
         return ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
     return ProductTiles(16 if pairs <= 8 * experts else 32, columns=64, depth=128, warps=4, stages=3)

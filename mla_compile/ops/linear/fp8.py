@@ -4,10 +4,10 @@ A weight is float8_e4m3fn, and each block of 128 x 128 has a float32 scale. A ma
 one of two ways:
 
 - rounded: `value * scale` in float32 is rounded to the dtype of x, then multiplied. Plain torch does this, and so do
-  matmuls that write the dequantised weight first: dense ones of more than 128 tokens; in float32 those of more than
-  one; on GPUs newer than SM 90 those of more than 32, and all batch-invariant ones; experts with 512 and more (token,
-  expert) pairs each, in bfloat16, unless batch-invariant. The relative error of a weight is at most 2^-8 in bfloat16
-  and 2^-11 in float16.
+  dense matmuls that write the dequantised weight first: those of more than 128 tokens; in float32 those of more than
+  one; on GPUs newer than SM 90 those of more than 32, and all batch-invariant ones. Experts with 160 and more (token,
+  expert) pairs each, in bfloat16, round in registers, unless batch-invariant. The relative error of a weight is at most
+  2^-8 in bfloat16 and 2^-11 in float16.
 - by block: x is multiplied by `value`, which is exact in every dtype of x, and the float32 sum over a block, or a part
   of it, by `scale`. All other kernels do this. No weight is rounded, so the error against `value * scale` in float64 is
   no larger than that of a float32 matmul by weights that need no rounding, as long as 2^16 |x| is finite in float32.

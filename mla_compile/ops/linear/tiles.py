@@ -37,13 +37,13 @@ class ProductTiles:
         }
 
 
-def has_one_order(tiles: ProductTiles, device: Device) -> bool:
-    """Whether an FP8 matmul whose tiles have weight rows along M adds along k in the order of a half-precision one.
+def has_one_order(tokens: int, rows: int, device: Device) -> bool:
+    """Whether an FP8 matmul of tiles with weight rows along M adds along k in the order of a half-precision one.
 
     For an instruction that reads weights from registers, Triton lays FP8 values out in another order. Hopper's
     instructions for M = 64 read the tokens from shared memory, and the order in memory is the order along k.
     """
-    return device.capability[0] == 9 and tiles.columns >= 64 and tiles.tokens >= 16
+    return device.capability[0] == 9 and rows >= 64 and tokens >= 16
 
 
 def float32_warps(device: Device) -> int:

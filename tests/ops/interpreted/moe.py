@@ -134,6 +134,7 @@ def test_rounded_weights_in_fp8(
     add_in_order(monkeypatch)
     experts, among, shared, hidden, intermediate = sizes
     monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
+    monkeypatch.setattr(moe, "MIN_ROUNDED_WEIGHTS", 0)
     size = {"experts": experts, "among": among, "shared": shared}
     case = moe_case(40, 2, **size, hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16, fp8=True)
     row_lens, q_len, runs = padding(case, 2, [1, 0, 2]) if padded else (None, 1, slice(None))

@@ -30,7 +30,7 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.device import device_of, power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
-from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_ROUNDED_WEIGHTS, fp8_moe_tiles, moe_tiles
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.linear.tiles import ProductTiles, has_one_order
 
@@ -232,6 +232,20 @@ def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexp
     return token, row
 
 
+@triton.jit
+def _halves(both, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
+    """Gate and up, `[tokens, columns]`, of a product by 8 matrix rows of gate, 8 of up, and so on."""
+    if scale is not None:
+        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_C // 8, 2, 8, BLOCK_T]), 0, 2, 3, 1))
+        gate = tl.trans(tl.reshape(gate, [BLOCK_C, BLOCK_T]))
+        up = tl.trans(tl.reshape(up, [BLOCK_C, BLOCK_T]))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_T, BLOCK_C // 8, 2, 8]), 0, 1, 3, 2))
+        gate = tl.reshape(gate, [BLOCK_T, BLOCK_C])
+        up = tl.reshape(up, [BLOCK_T, BLOCK_C])
+    return gate, up
+
+
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN], strides (x_stride, 1)
@@ -271,30 +285,28 @@ def gate_up_kernel(
     if scales.both is not None:
         gate_scale, up_scale = gate_and_up(scales, expert, shared, shared >= 0, S.SHARED, BLOCKS)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
-    row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
+    # One product for both: 8 matrix rows of gate alternate with 8 of up, so that a thread gets both of a column.
+    r = tl.arange(0, 2 * BLOCK_C)
+    of_r = column * BLOCK_C + r // 16 * 8 + r % 8
+    is_up = r // 8 % 2 == 1
+    w_at = tl.where(is_up, up_of, gate_of) + of_r.to(tl.int64) * HIDDEN
+    scale_at = None
+    if scales.both is not None:
+        scale_at = tl.where(is_up, up_scale, gate_scale) + of_r // BLOCK * COLUMN_BLOCKS
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         token, row = _rows(choices, t, end, expert, shared, tokens, starts, order, S)
         x_at = x + (token * x_stride)[:, None]
-        gate = zeros(BLOCK_T, BLOCK_C, scales.both)
-        up = zeros(BLOCK_T, BLOCK_C, scales.both)
+        both = zeros(BLOCK_T, 2 * BLOCK_C, scales.both)
         for start in range(0, HIDDEN, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
-            in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
             of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
-            w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
-            w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
-            of_gate = scales.both
-            of_up = scales.both
-            if scales.both is not None:
-                block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
-                of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
-                of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
-            gate = add_product(gate, of_tokens, w_gate, of_gate, ROUNDED, IN_ORDER)
-            up = add_product(up, of_tokens, w_up, of_up, ROUNDED, IN_ORDER)
-        if scales.both is not None:
-            gate = tl.trans(gate)
-            up = tl.trans(up)
+            w = tl.load(w_at[:, None] + k, mask=(of_r < INTERMEDIATE)[:, None] & (k < HIDDEN), other=0.0)
+            scale = scale_at
+            if scale_at is not None:
+                scale = tl.load(scale_at + start // BLOCK, mask=of_r < INTERMEDIATE, other=0.0)
+            both = add_product(both, of_tokens, w, scale, ROUNDED, IN_ORDER)
+        gate, up = _halves(both, BLOCK_T, BLOCK_C, scales.both)
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
         at = activated + row[:, None] * INTERMEDIATE + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
@@ -440,8 +452,8 @@ def moe_triton(
     """`moe_experts_op` on the GPU or in Triton's interpreter; sums in float32. It reads no values on the host.
 
     gate_up, down: tiles, by default from `tiles.py`; for FP8 weights the depth is at most one block.
-    rounded: whether FP8 weights are scaled and rounded to the dtype of x before they are multiplied, and each expert's
-        result before it is weighted.
+    rounded: whether each expert's result is rounded to the dtype of x before it is weighted, and from
+        `MIN_ROUNDED_WEIGHTS` pairs per expert on FP8 weights are scaled and rounded before they are multiplied.
     in_order: whether FP8 weights give a token the same bits in any batch.
     """
     x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
@@ -453,11 +465,10 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    plan = (
-        moe_tiles
-        if operands.gate_up_scale is None
-        else partial(fp8_moe_tiles, rounded=rounded, in_order=in_order)
-    )
+    rounds_weights = rounded and pairs >= MIN_ROUNDED_WEIGHTS * experts
+    plan = moe_tiles
+    if operands.gate_up_scale is not None:
+        plan = partial(fp8_moe_tiles, rounded=rounds_weights, in_order=in_order)
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MAX_UNSORTED_PAIRS
@@ -483,15 +494,15 @@ def moe_triton(
     routing = topk_ids, starts, pairs, experts, *padding
     gate_up_kernel[programs(intermediate, gate_up)](
         *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing, sizes),
-        ROUNDED=rounded,
-        IN_ORDER=in_order and not has_one_order(gate_up, device),
+        ROUNDED=rounds_weights,
+        IN_ORDER=in_order and not has_one_order(gate_up.tokens, 2 * gate_up.columns, device),
         **early,
         **gate_up.options(hidden),
     )
     down_kernel[programs(hidden, down)](
         *(activated, Down.of(operands), pair_outs, tokens, *routing, sizes),
-        ROUNDED=rounded,
-        IN_ORDER=in_order and not has_one_order(down, device),
+        ROUNDED=rounds_weights,
+        IN_ORDER=in_order and not has_one_order(down.tokens, down.columns, device),
         **early,
         **down.options(intermediate),
     )

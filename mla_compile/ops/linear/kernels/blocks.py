@@ -198,7 +198,7 @@ def multiply_in_order(
         K=k,
         PARTS=parts,
         SPLIT=split,
-        IN_ORDER=not has_one_order(tiles, device),
+        IN_ORDER=not has_one_order(tiles.tokens, tiles.columns, device),
         **tiles.options(k),
     )
     return add_parts(written, out) if split else out
