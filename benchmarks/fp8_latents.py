@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.acceptance import PROMPTS
 from benchmarks.decode import RANK, Case, expected, inputs, ours
-from benchmarks.fp8_step import PAGE_SIZE, steps
+from benchmarks.fp8_step import NEW_TOKENS, PAGE_SIZE, steps
 from benchmarks.kernels import graph_us, relative_error
 from benchmarks.random_weights import random_model, settings_of
 from benchmarks.reporting import add_row
@@ -39,7 +39,7 @@ from mla_compile.defaults import SHIPPED_HEAD, SHIPPED_MODEL, KvCacheDtype
 from mla_compile.engine import EngineConfig
 from mla_compile.engine.device_memory import usable_memory
 from mla_compile.engine.memory import plan_memory
-from mla_compile.latents import FP8, pack, unpack
+from mla_compile.latents import FP8, fp8_width, pack, unpack
 from mla_compile.models import MLAForCausalLM
 
 DTYPES: tuple[KvCacheDtype, ...] = ("auto", "fp8")
@@ -196,45 +196,41 @@ def timed_steps(
     *,
     shape: str,
     layers: int | None,
+    tiny: bool,
     contexts: Sequence[int],
     rows: Sequence[int],
 ) -> None:
-    model = random_model(settings_of(shape, layers, tiny=False), "bf16", mtp=False, device=DEVICE)
-    bandwidth = read_bandwidth(2**32)
-    for context in contexts:
-        for dtype in DTYPES:
-            longest = context + 80
-            settings: dict[str, Any] = {"kv_cache_dtype": dtype, "num_speculative_tokens": 0}
-            planned = plan_memory(model, EngineConfig(max_model_len=longest, **settings))
-            fit = planned.most_rows(usable_memory(model.device), longest)
-            able = [n for n in rows if n <= fit]
-            with patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False):
-                engine = Engine(
-                    model,
-                    max_rows=max(able),
-                    max_model_len=longest,
-                    page_size=PAGE_SIZE,
-                    prefix_caching=False,
-                    **settings,
+    """One engine for each dtype. Most rows run first: the other calls find their prompts in the prefix cache."""
+    model = random_model(settings_of(shape, layers, tiny=tiny), "bf16", mtp=False, device=DEVICE)
+    bandwidth = read_bandwidth(2**24 if tiny else 2**32)
+    longest = max(contexts) + NEW_TOKENS + 8
+    for dtype in DTYPES:
+        settings: dict[str, Any] = {"kv_cache_dtype": dtype, "num_speculative_tokens": 0}
+        settings |= {"max_model_len": longest, "page_size": PAGE_SIZE}
+        planned, usable = plan_memory(model, EngineConfig(**settings)), usable_memory(model.device)
+        fit = {context: planned.most_rows(usable, context + NEW_TOKENS + 8) for context in contexts}
+        able = {context: sorted((n for n in rows if n <= fit[context]), reverse=True) for context in contexts}
+        pages = max(ns[0] * -(-(context + NEW_TOKENS + 8) // PAGE_SIZE) for context, ns in able.items())
+        with patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False):
+            engine = Engine(
+                model, max_rows=max(ns[0] for ns in able.values()), num_pages=1 + pages, **settings
+            )
+        for context, n in ((context, n) for context, ns in able.items() for n in ns):
+            generator = torch.Generator().manual_seed(context)
+            prompts = torch.randint(1, model.vocab_size, (n, context), generator=generator).tolist()
+            _, times = steps(engine, prompts)
+            latents = latent_bytes(model.config, n * context) * model.config.num_hidden_layers
+            read = floor_bytes(model, n, context)
+            if dtype == "fp8":
+                width = model.arch.kv_lora_rank + model.arch.qk_rope_head_dim
+                read -= latents * (
+                    1 - fp8_width(model.arch.kv_lora_rank, model.arch.qk_rope_head_dim) / width / 2
                 )
-            for n in able:
-                generator = torch.Generator().manual_seed(n)
-                prompts = torch.randint(1, model.vocab_size, (n, context), generator=generator).tolist()
-                _, times = steps(engine, prompts)
-                latents = latent_bytes(model.config, n * context) * model.config.num_hidden_layers
-                read = floor_bytes(model, n, context)
-                if dtype == "fp8":
-                    read -= latents * (1 - 656 / 1152)
-                row = {
-                    "shape": shape,
-                    "context": context,
-                    "rows": n,
-                    "kv_cache_dtype": dtype,
-                    "rows_that_fit": fit,
-                }
-                add_row(report, row | {"floor_ms": round(read / bandwidth * 1e3, 3), **times}, output)
-            engine.close()
-            del engine  # and its graphs
+            row = {"shape": shape, "layers": model.config.num_hidden_layers, "context": context, "rows": n}
+            row |= {"kv_cache_dtype": dtype, "rows_that_fit": fit[context]}
+            add_row(report, row | {"floor_ms": round(read / bandwidth * 1e3, 3), **times}, output)
+        engine.close()
+        del engine  # and its graphs
 
 
 def main() -> None:
@@ -249,6 +245,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="*", default=[20, 16, 128])
     parser.add_argument("--shape", choices=["glm", "v3"], default="glm")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--tiny", action="store_true", help="steps of a small shape, for a CPU")
     args = parser.parse_args()
     report: dict[str, Any] = {
         "torch": torch.__version__,
@@ -261,7 +258,7 @@ def main() -> None:
         kernels(report, args.output, list(decode_cases(args.contexts, args.rows, args.heads)))
     else:
         sizes = {"contexts": args.contexts, "rows": args.rows}
-        timed_steps(report, args.output, shape=args.shape, layers=args.layers, **sizes)
+        timed_steps(report, args.output, shape=args.shape, layers=args.layers, tiny=args.tiny, **sizes)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,13 @@ class TestOnTheGpu(DecodeConformance):
     def test_models(self, subject: Subject, model: str, q_len: int, lengths: list[int]) -> None:
         subject.check(lengths, q_len=q_len, **sizes(model))
 
+    @pytest.mark.parametrize("page_size", [1, 48, 64])
+    @pytest.mark.parametrize("q_len", [1, 4])
+    @pytest.mark.parametrize("model", MODELS)
+    def test_models_with_fp8_latents(self, subject: Subject, model: str, q_len: int, page_size: int) -> None:
+        lengths = [0, 1, 64, 65, 9000, *range(100, 127)]
+        subject.check(lengths, q_len=q_len, page_size=page_size, fp8=True, **sizes(model))
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize("model", MODELS)
     def test_models_in_other_dtypes(self, subject: Subject, model: str, dtype: torch.dtype) -> None:
@@ -178,12 +185,13 @@ class TestOnTheGpu(DecodeConformance):
             check_decode(case, (out, lse))
 
 
-@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (20, 1), (20, 4), (32, 3)])
+@pytest.mark.parametrize("page_size", [1, 48, 64])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (20, 1), (20, 4), (32, 3), (128, 2)])
 def test_on_hopper_fp8_latents_have_the_bits_of_a_bfloat16_cache_that_holds_their_values(
-    heads: int, q_len: int
+    heads: int, q_len: int, page_size: int
 ) -> None:
-    """Over fixed splits: the narrow kernel then runs for both."""
-    sizes = {"heads": heads, "rank": 512, "rope": 64, "page_size": 64, "device": "cuda"}
+    """Over fixed splits, where lengths do not change the order of sums."""
+    sizes = {"heads": heads, "rank": 512, "rope": 64, "page_size": page_size, "device": "cuda"}
     case = decode_case([700, 64, 1, 0, 3000], q_len=q_len, dtype=torch.bfloat16, fp8=True, **sizes)
     backend = BACKENDS["gluon_invariant"]
     if (reason := backend.why_not(decode_call(case.operands(), captured=False))) is not None:

@@ -9,6 +9,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_compile.latents import FP8
 from mla_compile.ops.attention.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
 from mla_compile.ops.attention.kernels.gluon.narrow import MAX_ROWS, MAX_UNSPLIT_ROWS, narrow_kernel
+from mla_compile.ops.attention.kernels.gluon.narrow_fp8 import MAX_ROWS as MAX_FP8_ROWS
+from mla_compile.ops.attention.kernels.gluon.narrow_fp8 import narrow_fp8_kernel
 from mla_compile.ops.attention.kernels.gluon.split import (
     RANK,
     ROPE,
@@ -37,8 +39,8 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     q_latent, rows = operands.q_latent, operands.block_table.shape[0]
     tokens, heads, _ = q_latent.shape
     query_rows = operands.q_len * heads
-    is_narrow = query_rows <= MAX_UNSPLIT_ROWS or operands.kv_cache.dtype == FP8
-    block_r = min(MAX_ROWS, power_of_two(query_rows)) if is_narrow else ROWS.value
+    is_narrow = query_rows <= MAX_UNSPLIT_ROWS
+    block_r = _narrow_rows(operands) if is_narrow else ROWS.value
     units = rows * triton.cdiv(query_rows, block_r)
     programs = device_of(q_latent).multiprocessors
 
@@ -79,8 +81,8 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """
     heads = operands.q_latent.shape[1]
     query_rows = operands.q_len * heads
-    is_narrow = heads <= MAX_UNSPLIT_ROWS or operands.kv_cache.dtype == FP8
-    narrow_rows = min(MAX_ROWS, power_of_two(query_rows)) if is_narrow else 0
+    is_narrow = heads <= MAX_UNSPLIT_ROWS
+    narrow_rows = _narrow_rows(operands) if is_narrow else 0
 
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
         units = part.seq_lens.shape[0] * triton.cdiv(query_rows, narrow_rows or ROWS.value)
@@ -93,7 +95,7 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 
 
 def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fixed: bool = False) -> None:
-    """Launch `narrow_kernel` with `narrow_rows` query rows at a time, `wide_kernel` for 0; fixed: over fixed splits."""
+    """Launch a narrow kernel with `narrow_rows` query rows at a time, `wide_kernel` for 0; fixed: over fixed splits."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     check_alignment(kv_cache)
     heads, page_size = q_latent.shape[1], kv_cache.shape[1]
@@ -108,14 +110,28 @@ def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fix
     box = min(TILE.value, page_size & -page_size)  # its largest power of two
     sizes = Sizes(fixed, q_len, heads, page_size, q_blocks, units_block, box if box >= 8 else 0)
     args = (inputs, results, rows, most_keys, sizes)
+    if narrow_rows and kv_cache.dtype == FP8:
+        narrow_fp8_kernel[grid](*args, narrow_rows, num_warps=4, launch_pdl=True)
+        return
     if narrow_rows:
         warps = 4 if narrow_rows == 16 else 8  # four would spill the wider output
         narrow_kernel[grid](*args, narrow_rows, num_warps=warps, launch_pdl=True)
         return
+    boxes = (None, None) if kv_cache.dtype == FP8 else _boxes(kv_cache, max(box, 8))
+    wide_kernel[grid](*boxes, *args, num_warps=4, launch_pdl=True)
+
+
+def _narrow_rows(operands: DecodeOperands) -> int:
+    """The query rows that the narrow kernel computes at a time."""
+    most = MAX_FP8_ROWS if operands.kv_cache.dtype == FP8 else MAX_ROWS
+    return min(most, power_of_two(operands.q_len * operands.q_latent.shape[1]))
+
+
+def _boxes(kv_cache: Tensor, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of a bfloat16 cache, for bulk copies of half the latent and of the rotary part of `keys` tokens."""
     latents = kv_cache.view(-1, RANK.value + ROPE.value)
     swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
-    boxes = (
-        TensorDescriptor.from_tensor(latents, [max(box, 8), width], swizzled)
-        for width in (HALF.value, ROPE.value)
+    return (
+        TensorDescriptor.from_tensor(latents, [keys, HALF.value], swizzled),
+        TensorDescriptor.from_tensor(latents, [keys, ROPE.value], swizzled),
     )
-    wide_kernel[grid](*boxes, *args, num_warps=4, launch_pdl=True)

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mla_compile.ops.attention.kernels.gluon.fp8 import LOADERS, load_fp8
 from mla_compile.ops.attention.kernels.gluon.split import (
     RANK,
     ROPE,
@@ -193,29 +192,17 @@ def narrow_kernel(
     )
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    FP8: gl.constexpr = inputs.kv_cache.dtype.element_ty == gl.uint8
-    LOADING: gl.constexpr = 32 * LOADERS + 1 if FP8 else 128  # the threads that load; see `load_fp8`
     for stage in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(stage), count=LOADING)
+        mbarrier.init(loaded.index(stage), count=128)  # the threads that load
         mbarrier.init(used.index(stage), count=1)
     fence_async_shared()
     barrier()
     shared = _Shared(kv_c, k_pe, queries, queries_pe, weights_shared, loaded, used)
-    if FP8:
-        gl.warp_specialize(
-            [
-                (_attend, (call, S, place, shared, BLOCK_R, num_warps)),
-                (load_fp8, (call, S, place, shared, STAGES)),
-            ],
-            [LOADERS],
-            [104 if BLOCK_R <= 32 else 80],  # chosen by spills
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (call, S, place, shared, BLOCK_R, num_warps)),
-                (_load, (call, S, place, shared)),
-            ],
-            [4],
-            [64],
-        )
+    gl.warp_specialize(
+        [
+            (_attend, (call, S, place, shared, BLOCK_R, num_warps)),
+            (_load, (call, S, place, shared)),
+        ],
+        [4],
+        [64],
+    )

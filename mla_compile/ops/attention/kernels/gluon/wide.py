@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from mla_compile.ops.attention.kernels.gluon.fp8 import load_tiles
 from mla_compile.ops.attention.kernels.gluon.split import (
     RANK,
     ROPE,
@@ -145,7 +146,9 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
     unit, begin, at, end, piece = place
     inputs = call.inputs
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    # With 512 threads instructions of 256 columns would have too few registers.
+    N: gl.constexpr = QUARTER if inputs.kv_cache.dtype.element_ty == gl.uint8 else HALF
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -303,8 +306,9 @@ def wide_kernel(
     has_weights = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
     weights_consumed = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
     has_queries = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
+    FP8: gl.constexpr = inputs.kv_cache.dtype.element_ty == gl.uint8
     for j in gl.static_range(4):
-        mbarrier.init(loaded.index(j), count=128)  # the threads that load
+        mbarrier.init(loaded.index(j), count=129 if FP8 else 128)  # the threads that load; see `load_tiles`
         mbarrier.init(used.index(j), count=1)
         mbarrier.init(row_max_ready.index(j), count=1)
     for j in gl.static_range(2):
@@ -326,12 +330,24 @@ def wide_kernel(
         weights_consumed,
         has_queries,
     )
-    gl.warp_specialize(
-        [
-            (_load, ((kv_boxes, pe_boxes), call, S, place, shared)),
-            (_attend, (call, S, place, shared, 0)),
-            (_attend, (call, S, place, shared, 1)),
-        ],
-        [4, 4],
-        [224, 224],  # registers per thread: the remaining 56 suffice for loading
-    )
+    if FP8:
+        gl.warp_specialize(
+            [
+                (load_tiles, (call, S, place, shared, 0)),
+                (_attend, (call, S, place, shared, 0)),
+                (_attend, (call, S, place, shared, 1)),
+                (load_tiles, (call, S, place, shared, 1)),
+            ],
+            [4, 4, 4],
+            [200, 200, 56],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load, ((kv_boxes, pe_boxes), call, S, place, shared)),
+                (_attend, (call, S, place, shared, 0)),
+                (_attend, (call, S, place, shared, 1)),
+            ],
+            [4, 4],
+            [224, 224],  # registers per thread: the remaining 56 suffice for loading
+        )
