@@ -83,7 +83,7 @@ def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_what_nobody_reads_may_differ(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
