@@ -52,8 +52,8 @@ test-newest: $(NEWEST)/constraints.txt ## run `make test` with the newest PyTorc
 test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser
 	@$(PYTEST) -m "not slow and not load" tests/serving $(ARGS)
 
-load: $(VENV)/.dev ## serve 200 streams for a minute, and 4,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
-	@$(RUN) -m pytest -q -m load tests/serving $(ARGS)
+load: $(VENV)/.dev ## serve 200 streams for a minute, and 2,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
+	@$(PYTEST) -m load tests/serving $(ARGS)
 
 # Three at a time, as many of them wait for processes that end late.
 test-parallel: $(VENV)/.dev ## run the tests of processes that share a model

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.fp8_step import CONTEXT, NEW_TOKENS, engine_of, models, prompts_of, steps
+from benchmarks.measuring import DEVICE, floor_bytes, read_bandwidth
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
-from benchmarks.transformers_generate import DEVICE, floor_bytes, read_bandwidth
 from mla_compile import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.eagle3 import Eagle3Head

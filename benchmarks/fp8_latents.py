@@ -30,9 +30,9 @@ from benchmarks.acceptance import PROMPTS
 from benchmarks.decode import RANK, Case, expected, inputs, ours
 from benchmarks.fp8_step import NEW_TOKENS, PAGE_SIZE, steps
 from benchmarks.kernels import graph_us, relative_error
+from benchmarks.measuring import DEVICE, floor_bytes, latent_bytes, read_bandwidth
 from benchmarks.random_weights import random_model, settings_of
 from benchmarks.reporting import add_row
-from benchmarks.transformers_generate import DEVICE, floor_bytes, latent_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, load_model, load_tokenizer, prefill_segment
 from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_HEAD, SHIPPED_MODEL, KvCacheDtype

@@ -26,9 +26,9 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.measuring import DEVICE, Marks, floor_bytes, read_bandwidth
 from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
-from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, prefill_segment
 from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM

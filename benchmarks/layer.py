@@ -28,9 +28,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fp8_step import CONTEXT, engine_of, prompts_of
+from benchmarks.measuring import latent_bytes, read_bandwidth, share_of_experts
 from benchmarks.random_weights import CONFIGS, random_model, settings_of
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
-from benchmarks.transformers_generate import latent_bytes, read_bandwidth, share_of_experts
 from mla_compile import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline

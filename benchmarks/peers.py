@@ -53,12 +53,11 @@ import mla_compile
 from benchmarks import vllm_engine
 from benchmarks.fp8_step import CONTEXT, PAGE_SIZE, prompts_of
 from benchmarks.http_client import Connection, connected
+from benchmarks.measuring import DEVICE, figures, floor_bytes, read_bandwidth
 from benchmarks.processes import ProcessFailed, meet, module_command, run, send_row
 from benchmarks.random_weights import TINY, Weights, meta_model_of, random_model, settings_of
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.server import server, started
-from benchmarks.serving import figures
-from benchmarks.transformers_generate import DEVICE, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, SamplingParams, prefill_segment
 
 FIGURES = {"steps": "ms_per_step", "prompts": "ms", "servers": "tokens_per_s"}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import graph_us
+from benchmarks.measuring import DEVICE
 from benchmarks.reporting import add_row
-from benchmarks.transformers_generate import DEVICE
 from mla_compile.ops.sampling.sample import sample_tokens_op, sample_torch
 
 VOCAB, POSITIONS = 154_880, 4

@@ -45,8 +45,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from benchmarks.measuring import DEVICE, Marks, figures
 from benchmarks.reporting import add_row
-from benchmarks.transformers_generate import DEVICE, Marks, random_model
+from benchmarks.transformers_generate import random_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
 from mla_compile.engine.config import FittedConfig
@@ -119,17 +120,6 @@ class Clock:
 
     def figures(self) -> dict[str, float]:
         return figures(self.gaps, self.tokens, time.perf_counter() - self.started)
-
-
-def figures(gaps: list[float], tokens: int, seconds: float) -> dict[str, float]:
-    """gaps: seconds between two of a request's tokens."""
-    gaps = sorted(gaps)
-    return {
-        "tokens_per_s": round(tokens / seconds),
-        "p50_ms": round(gaps[len(gaps) // 2] * 1e3, 2),
-        "p99_ms": round(gaps[int(len(gaps) * 0.99)] * 1e3, 2),
-        "worst_ms": round(gaps[-1] * 1e3, 2),
-    }
 
 
 def random_prompts(rows: int, prompt_length: int, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:

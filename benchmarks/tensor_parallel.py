@@ -47,10 +47,10 @@ from torch.distributed import PrefixStore, Store
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fp8_step import PAGE_SIZE, judged
+from benchmarks.measuring import DEVICE, Marks, floor_bytes, read_bandwidth
 from benchmarks.processes import Group, ProcessFailed, meet, module_command, run, send_row
 from benchmarks.random_weights import Weights, meta_model_of, random_model, settings_of
 from benchmarks.reporting import add_row, write_report
-from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, Parallel, follow
 from mla_compile.engine import CaptureReport
 from mla_compile.engine.config import EngineConfig
@@ -62,7 +62,7 @@ CONTEXT, PROMPT = 1000, 960
 WARM_UP, TIMED, TRACED = 12, 64, 4
 """Steps in which all rows decode."""
 JUDGED_ROWS, JUDGED_TOKENS = 4, 64
-TINY_TIMED, TINY_JUDGED_TOKENS = 8, 16
+TINY_PROMPT, TINY_TIMED, TINY_JUDGED_TOKENS = 100, 8, 16
 COLLECTIVE = re.compile(r"(?!triton_).*(nccl|all_?reduce|all_?gather|collective)", re.IGNORECASE)
 """Names of collective kernels. Inductor's kernels are named after their ops, and are not collectives."""
 T = TypeVar("T")
@@ -120,10 +120,14 @@ class Job:
         return EngineConfig(
             num_speculative_tokens=k,
             max_rows=max(self.batches),
-            max_model_len=PROMPT + self.new_tokens(max(self.batches), k),
+            max_model_len=self.prompt_len + self.new_tokens(max(self.batches), k),
             page_size=PAGE_SIZE,
             prefix_caching=False,
         )
+
+    @property
+    def prompt_len(self) -> int:
+        return TINY_PROMPT if self.tiny else PROMPT
 
     @property
     def steps(self) -> int:
@@ -132,7 +136,7 @@ class Job:
 
     def new_tokens(self, rows: int, k: int) -> int:
         """Room for all steps and for those in which the first rows decode while others prefill."""
-        return (self.steps + TRACED + 4 + 2 * rows * PROMPT // 2048) * (1 + k)
+        return (self.steps + TRACED + 4 + 2 * rows * self.prompt_len // 2048) * (1 + k)
 
     def row(self, what: str, k: int, **more: object) -> dict[str, Any]:
         return {
@@ -192,9 +196,11 @@ def joined(group: Group) -> Parallel | None:
     return Parallel.of_processes()
 
 
-def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(job: Job, count: int, vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    found: list[list[int]] = torch.randint(1, vocab_size, (count, PROMPT), generator=generator).tolist()
+    found: list[list[int]] = torch.randint(
+        1, vocab_size, (count, job.prompt_len), generator=generator
+    ).tolist()
     return found
 
 
@@ -202,7 +208,7 @@ def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> No
     """Send rows that score the tokens of all processes by one process with the whole model."""
     settings = settings_of(job.shape, job.judged_layers, tiny=job.tiny)
     model = random_model(settings, job.weights, mtp=job.has_mtp, device=DEVICE, parallel=parallel)
-    prompts = prompts_of(JUDGED_ROWS, model.vocab_size)
+    prompts = prompts_of(job, JUDGED_ROWS, model.vocab_size)
     num_tokens = TINY_JUDGED_TOKENS if job.tiny else JUDGED_TOKENS
 
     def generated(engine: Engine) -> list[list[int]]:
@@ -269,7 +275,7 @@ def engine_row(job: Job, k: int, every: list[dict[str, Any]], listed: list[str])
 def timed(job: Job, group: Group, store: Store, k: int, engine: Engine) -> dict[str, Any]:
     """Send a row for each batch size; returns the texts and the other figures of the engine."""
     began, model = time.perf_counter(), engine.model
-    prompts = prompts_of(max(job.batches), model.vocab_size)
+    prompts = prompts_of(job, max(job.batches), model.vocab_size)
     for batch in sorted(job.batches, reverse=True):
         rehearse(engine, prompts[:batch], k)
     ready, generations = time.perf_counter() - began, []

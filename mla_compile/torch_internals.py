@@ -166,6 +166,11 @@ def mark_state_tensor(tensor: torch.Tensor, *varying: int) -> None:
             torch._dynamo.mark_static(tensor, dim)
 
 
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether `mark_state_tensor` has marked it."""
+    return hasattr(tensor, "_dynamo_static_input_type")
+
+
 class SizeName(str):
     """A name for one size of several tensors that are created together.
 

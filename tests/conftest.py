@@ -77,6 +77,16 @@ def lowering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("mla_compile.backend.lower_with_inductor", lower)
 
 
+@pytest.fixture(params=["passes", pytest.param("inductor", marks=pytest.mark.slow)])
+def unlowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like `lowering`, without AOTAutograd: the graph that our passes leave runs op by op, and writes in place.
+
+    For tests of which graphs an engine compiles and when, in half the time: other tests lower the same graphs.
+    """
+    if request.param == "passes":
+        monkeypatch.setattr("mla_compile.backend.lower_with_inductor", lambda gm, *_: gm.forward)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def own_compiled_code() -> Iterator[None]:
     yield

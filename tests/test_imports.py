@@ -80,6 +80,12 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 @pytest.mark.long
+def test_an_engine_that_compiles_nothing_does_not_wait_for_the_compiler_to_load() -> None:
+    code = "import sys, mla_compile\nmla_compile.generate(['In the'], compile=False, max_new_tokens=4)\n"
+    assert run(code + "print('torch._dynamo' in sys.modules)") == "False\n"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "imports", ["import mla_compile, torch", "import torch; torch._dynamo.list_backends()"]
 )

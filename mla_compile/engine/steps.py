@@ -153,7 +153,10 @@ class Steps:
         self, sampled: bool, state: DecodeState, targets: Tensor, begins: Tensor, *output: Tensor
     ) -> None:
         call = self._call(f"advance, {_kind(sampled)}", self._decoders[sampled].advance)
-        targets, begins, hidden, *aux = map(as_varying, (targets, begins, *output))
+        given: tuple[Tensor, ...] = targets, begins, *output
+        if self._config.compile is not False:
+            given = tuple(map(as_varying, given))
+        targets, begins, hidden, *aux = given
         call(state, targets, ForwardOutput(hidden, tuple(aux)), begins)
         self._num_steps[sampled] += 1
         if self.compiles_in_background and self._num_steps[sampled] == EAGER_STEPS:
@@ -219,6 +222,7 @@ class Steps:
             penalised_vocab=self._model.vocab_size if sampled else None,
             history_len=config.pages_per_row * config.page_size if has_history else None,
             device=self._model.device,
+            compiled=config.compile is not False,
         )
 
 

@@ -12,7 +12,7 @@ from mla_compile.caches import CacheSpec
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.decoder import DecoderLayer, MTPLayer
-from mla_compile.models.layers import RMSNorm
+from mla_compile.models.layers import RMSNorm, random_embedding
 from mla_compile.models.parallel import Parallel, gathered
 from mla_compile.models.rotary import RotaryEmbedding
 from mla_compile.ops.collectives.collectives import all_reduce
@@ -33,7 +33,7 @@ class MLAForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.arch = arch = Architecture.from_config(config)
-        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.embed_tokens = random_embedding(arch.vocab_size, arch.hidden_size)
         shared = (False,) * arch.num_layers if arch.indexer is None else arch.indexer.is_shared
         self.layers = nn.ModuleList(
             DecoderLayer(arch, is_moe=is_moe, shares_selection=is_shared)

@@ -21,7 +21,7 @@ from mla_compile.models.attention import MLAAttention
 from mla_compile.models.checkpoint import check_tensors
 from mla_compile.models.eagle3_config import HeadConfig, lacks
 from mla_compile.models.grouped_query import GroupedQueryAttention
-from mla_compile.models.layers import MLP, RMSNorm
+from mla_compile.models.layers import MLP, RMSNorm, random_embedding
 from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.parallel import Parallel, gathered
 from mla_compile.models.rotary import RotaryEmbedding
@@ -100,7 +100,7 @@ class Eagle3Head(nn.Module):
         self.layer = Eagle3Layer(config)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size // num_processes, bias=False)
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if has_embedding else None
+        self.embed_tokens = random_embedding(config.vocab_size, size) if has_embedding else None
         self.rotary = RotaryEmbedding(config.rope)
         place = torch.zeros(config.vocab_size, dtype=torch.int64) if maps_ids else None
         self.register_buffer("place", place, persistent=False)

@@ -32,6 +32,20 @@ class KeepsDtype(nn.Module):
         return self
 
 
+def random_parameter(*sizes: int, std: float = 1.0) -> nn.Parameter:
+    """Normal random numbers.
+
+    Not by `nn.init.normal_`, as in `nn.Embedding`: on the meta device it imports torch._dynamo, which takes a second.
+    """
+    return nn.Parameter(torch.randn(sizes).mul_(std))
+
+
+def random_embedding(num_ids: int, size: int) -> nn.Embedding:
+    """`nn.Embedding`; see `random_parameter`."""
+    made: nn.Embedding = nn.Embedding.from_pretrained(random_parameter(num_ids, size), freeze=False)
+    return made
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv 1910.07467) over the last dimension."""
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
 from mla_compile.models.architecture import Architecture, Routing
-from mla_compile.models.layers import MLP, KeepsDtype
+from mla_compile.models.layers import MLP, KeepsDtype, random_parameter
 from mla_compile.ops.experts.moe import moe_experts
 from mla_compile.ops.experts.routing import choose_experts
 
@@ -20,8 +20,7 @@ class Router(KeepsDtype):
     def __init__(self, hidden_size: int, routing: Routing) -> None:
         super().__init__()
         self.routing = routing
-        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
-        nn.init.normal_(self.weight, std=hidden_size**-0.5)
+        self.weight = random_parameter(routing.num_experts, hidden_size, std=hidden_size**-0.5)
         if routing.scoring == "sigmoid":
             # In float32 for every dtype of the model: bfloat16 would lose the small steps of its training.
             self.register_buffer(
@@ -52,10 +51,10 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
-        self.w_down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        nn.init.normal_(self.w_gate_up, std=hidden_size**-0.5)
-        nn.init.normal_(self.w_down, std=intermediate_size**-0.5)
+        sizes = num_experts, 2 * intermediate_size, hidden_size
+        self.w_gate_up = random_parameter(*sizes, std=hidden_size**-0.5)
+        sizes = num_experts, hidden_size, intermediate_size
+        self.w_down = random_parameter(*sizes, std=intermediate_size**-0.5)
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, batch: MLABatch) -> Tensor:
         return moe_experts(x, topk_weights, topk_ids, self.w_gate_up, self.w_down, batch)

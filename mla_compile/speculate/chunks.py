@@ -14,7 +14,13 @@ from mla_compile.ops.attention.metadata import prefill_metadata_op
 from mla_compile.ops.attention.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
-from mla_compile.torch_internals import adjacent_tensors, mark_state_tensor, mark_varying, with_shape
+from mla_compile.torch_internals import (
+    adjacent_tensors,
+    is_marked,
+    mark_state_tensor,
+    mark_varying,
+    with_shape,
+)
 
 
 class PromptChunk(NamedTuple):
@@ -106,8 +112,8 @@ class PackedChunks:
             captured graphs hold their addresses. Keys in more than one part, for which no graph is recorded, are not
             kept.
 
-        The host sends one copy to the device without waiting for it. The tensors are marked for the compiler: their
-        numbers of tokens, chunks, parts, keys and rows vary.
+        The host sends one copy to the device without waiting for it. If the state's tensors are marked for the
+        compiler, so are these: their numbers of tokens, chunks, parts, keys and rows vary.
         """
         rows, max_pages = state.block_table.shape
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
@@ -126,8 +132,7 @@ class PackedChunks:
         kept = kept if len(bounds[0]) == 2 else None
         packed = None if kept is None else kept.get(key)
         if packed is None:
-            device = state.block_table.device
-            packed = cls._allocate(key, page_size=page_size, device=device, stays=kept is not None)
+            packed = cls._allocate(key, state.block_table, page_size=page_size, stays=kept is not None)
             if kept is not None:
                 kept[key] = packed
         packed._receive(chunks, lens, bounds, rows)
@@ -135,25 +140,29 @@ class PackedChunks:
 
     @classmethod
     def _allocate(
-        cls, key: tuple[int, int, int, int, int], *, page_size: int, device: torch.device, stays: bool
+        cls, key: tuple[int, int, int, int, int], table: Tensor, *, page_size: int, stays: bool
     ) -> "PackedChunks":
-        """key: tokens, rows, chunks, columns of `bounds`, keys. stays: whether the tensors keep their addresses."""
+        """key: tokens, rows, chunks, columns of `bounds`, keys. table: of the state.
+
+        stays: whether the tensors keep their addresses.
+        """
         tokens, rows, chunks, columns, keys = key
         shapes = (tokens,), (tokens,), (rows,), (chunks,), (chunks, 2), (chunks, columns)
         with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
-            sent, given, places = adjacent_tensors(shapes, torch.int64, device)
-            room = torch.empty(keys, dtype=torch.uint8, device=device)
+            sent, given, places = adjacent_tensors(shapes, torch.int64, table.device)
+            room = torch.empty(keys, dtype=torch.uint8, device=table.device)
             numbers, lens_on_host = array("q", bytes(8 * len(sent))), array("i", bytes(4 * 2 * chunks))
             host = torch.frombuffer(numbers, dtype=torch.int64)
             host_lens = with_shape(torch.frombuffer(lens_on_host, dtype=torch.int32), (chunks, 2))
         token_ids, next_token_ids, last_of_row, of_state, lens, bounds = given
-        for tensor in (*given, room):
+        for tensor in (*given, room) if is_marked(table) else ():
             varying = (0, 1) if tensor is bounds else (0,)
             if stays:
                 mark_state_tensor(tensor, *varying)
             for dim in () if stays else varying:
                 mark_varying(tensor, dim)
-        mark_varying(host_lens)
+        if is_marked(table):
+            mark_varying(host_lens)
         sizes = tokens, chunks, columns // 2 * keys
         return cls(
             *(token_ids, next_token_ids, last_of_row, of_state, lens, bounds, room),

@@ -79,13 +79,15 @@ class DecodeState:
         penalised_vocab: int | None = None,
         history_len: int | None = None,
         device: torch.device | str = "cpu",
+        compiled: bool = True,
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
 
         penalised_vocab: the vocabulary's size, if rows may have penalties, biases or stop ids that wait.
         history_len: maximum tokens of a row, if a drafter reads them.
+        compiled: whether compiled code may run on the tensors; False saves the second in which torch._dynamo loads.
 
-        The tensors are marked for the compiler: static addresses (CUDA graphs update them in place, without copies) and
+        They are marked for the compiler then: static addresses (CUDA graphs update them in place, without copies) and
         a number of rows that varies (one compiled graph serves every bucket).
         """
         if rows < 1:
@@ -126,7 +128,7 @@ class DecodeState:
                 report=zeros(rows, FIRST_TOKEN + k + 1),
                 **optional,
             )
-        for tensor in state.tensors():
+        for tensor in state.tensors() if compiled else ():
             mark_state_tensor(tensor, 0)
         return state
 

@@ -205,7 +205,7 @@ def test_a_completion_ends_where_the_models_positions_end(complete):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_the_compiled_step_gives_the_tokens_of_the_eager_one(complete):
     drafts = ("--num-speculative-tokens", 1)
     eager = complete(MIXED, *drafts)

@@ -102,7 +102,7 @@ def arrive(of: Engine, **settings: object) -> list[list[int]]:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_every_step_is_compiled_and_few_graphs_serve_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """With prompts and without, in halves too: no sizes of prompts, chunks or rows make another graph."""
     settings = {"model": one_layer_model(torch.float32), "max_rows": 3, "max_tokens_per_step": 12}
@@ -120,7 +120,7 @@ def test_every_step_is_compiled_and_few_graphs_serve_all(monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_tokens_chosen_on_the_host_go_through_compiled_code() -> None:
     def likeliest(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
         return logits.argmax(dim=-1)

@@ -403,7 +403,7 @@ def test_chunks_are_padded_to_few_numbers_of_chunks(num_chunks: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+@pytest.mark.usefixtures("unlowered", "compiled_mixed_steps")
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(k: int) -> None:
     """In one chunk or several, with rows to spare or none."""
@@ -424,7 +424,7 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(k: int
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+@pytest.mark.usefixtures("unlowered", "compiled_mixed_steps")
 def test_a_batch_compiles_one_step_and_a_stream_of_prompts_the_other_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

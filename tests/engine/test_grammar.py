@@ -241,7 +241,7 @@ def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     [("ngram", None), pytest.param("mtp", WITH_LOGPROBS, marks=pytest.mark.slow)],

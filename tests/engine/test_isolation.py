@@ -24,7 +24,7 @@ from tests.models_for_tests import one_layer_model
 
 llguidance_numpy = pytest.importorskip("llguidance.numpy")
 
-NUM_CASES = int(os.environ.get("MLA_FAULTS", "40"))
+NUM_CASES = int(os.environ.get("MLA_FAULTS", "20"))
 NONSENSE = (None, object(), -1, "\ufffd", [], 1.5)
 
 

@@ -146,13 +146,13 @@ def check_that_one_step_is_compiled(drafter: str, params: SamplingParams) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_one_step_is_compiled_for_all_numbers_of_drafts_and_checked_like_any_step() -> None:
     """Each step against its eager twin."""
     check_that_one_step_is_compiled("mtp", SamplingParams())
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_one_step_of_prompt_lookup_in_sampled_and_penalised_texts_is_compiled_too() -> None:
     check_that_one_step_is_compiled("ngram", replace(KINDS["penalised"], logprobs=None))

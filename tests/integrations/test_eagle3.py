@@ -66,7 +66,7 @@ def test_drafts_are_those_of_the_definition(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(
     "family",
     ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in LAYERS if f != "deepseek_v3")],

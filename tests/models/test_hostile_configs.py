@@ -140,7 +140,7 @@ def assert_finite(model: MLAForCausalLM) -> None:
 
 
 @pytest.mark.long
-@runs(max_examples=400)
+@runs(max_examples=250)
 @given(
     name=st.sampled_from(list(CONFIGS)),
     changes=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(HOSTILE), min_size=1, max_size=2),

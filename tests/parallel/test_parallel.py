@@ -94,7 +94,7 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         pytest.param(
             SMALL,
             2,
-            {"engine": {"compile": None}, "k": [0], "lowering": "aot_eager", "slow_to_compile": [1]},
+            {"engine": {"compile": None}, "k": [0], "lowering": "eager", "slow_to_compile": [1]},
             id="compiled at different speeds",
         ),
     ],

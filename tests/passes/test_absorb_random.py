@@ -147,7 +147,7 @@ forms = st.builds(
 
 
 @pytest.mark.long
-@settings(max_examples=25, deadline=None, phases=[Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
 @given(forms)
 def test_a_known_form_is_absorbed_and_right(form: Form) -> None:
     check(form)

@@ -399,7 +399,7 @@ def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.M
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch, logged: Callable

@@ -390,7 +390,7 @@ def test_every_append_of_a_speculative_step_is_fused_on_tensors_without_values()
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
 )

@@ -190,7 +190,7 @@ def test_steps_of_transformers_models_that_are_fused_give_the_stock_logits(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_every_graph_of_a_batch_invariant_engine_is_fused_and_its_tokens_are_those_of_plain_decoding(
     monkeypatch: pytest.MonkeyPatch, logged: Callable
 ) -> None:

@@ -13,7 +13,7 @@ from benchmarks.http_client import ask, stream
 from tests.serving.load import ENGINE_THREADS, MODEL
 from tests.serving.servers import served
 
-SECONDS = float(os.environ.get("PAUSES_SECONDS", "60"))
+SECONDS = float(os.environ.get("PAUSES_SECONDS", "40"))
 """At 150, both kinds of step are compiled in between on 2 cores; less keeps CI short."""
 
 SCHEMAS = [

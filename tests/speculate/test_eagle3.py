@@ -230,7 +230,7 @@ def test_no_token_depends_on_the_number_of_drafts(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+@pytest.mark.usefixtures("unlowered", "compiled_mixed_steps")
 @pytest.mark.parametrize("version", ["3.1", "llama"])
 def test_compiled_steps_give_the_tokens_of_eager_ones(heads: Heads, version: str) -> None:
     torch._dynamo.utils.counters.clear()

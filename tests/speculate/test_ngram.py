@@ -174,7 +174,7 @@ def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_compiled_steps_give_the_tokens_of_eager_ones_in_two_graphs() -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 4, "max_model_len": 64}

@@ -136,7 +136,7 @@ def test_drafts_are_those_of_the_definition_in_decode_steps_prompts_and_mixed_st
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+@pytest.mark.usefixtures("unlowered", "compiled_mixed_steps")
 @pytest.mark.parametrize("drafter", [eagle3, own_heads])
 def test_compiled_steps_give_the_tokens_of_eager_ones(
     example: ModuleType, model: Any, head: Path, drafter: Callable[..., tuple[dict[str, Any], Definition]]

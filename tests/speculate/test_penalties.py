@@ -406,7 +406,7 @@ def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_requests_of_every_kind_share_three_compiled_parts() -> None:
     """Log-probabilities compile nothing, and penalties nothing more than sampling does."""
     mine = eight_rows(1, one_layer_model(torch.float32), compile=True)

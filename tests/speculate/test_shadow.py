@@ -66,7 +66,7 @@ def test_healthy_eager_steps_pass(k: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(
     ("k", "dtype", "temperature"),
     [pytest.param(3, torch.float64, 1.0, marks=pytest.mark.slow), (1, torch.float32, 0.0)],
@@ -83,7 +83,7 @@ def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("unlowered")
 def test_what_nobody_reads_may_differ(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,7 +311,7 @@ def test_an_engine_checks_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> No
     checked.generate(PROMPTS, max_new_tokens=12)
 
 
-@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+@pytest.mark.usefixtures("unlowered", "compiled_mixed_steps")
 def test_an_engine_checks_its_steps_with_prompts_too() -> None:
     prompts = [[1 + (5 * row + j) % 20 for j in range(n)] for row, n in enumerate((12, 3, 17))]
     plain = small_engine(1, max_tokens_per_step=12, compile=False).generate(prompts, max_new_tokens=6)

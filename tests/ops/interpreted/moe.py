@@ -79,9 +79,9 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.Mon
 
 FP8 = [
     # tokens, top k, shared, hidden, intermediate; up to 16 pairs have tiles of their own
-    ((3, 2, 0, 200, 150), torch.float32),
-    ((3, 2, 0, 200, 150), torch.bfloat16),
-    ((9, 1, 2, 200, 128), torch.bfloat16),
+    pytest.param((3, 2, 0, 200, 150), torch.float32, marks=pytest.mark.slow),
+    ((3, 2, 0, 140, 140), torch.bfloat16),
+    ((9, 1, 2, 140, 128), torch.bfloat16),
     ((5, 4, 1, 130, 40), torch.float32),
     ((4, 2, 2, 40, 128), torch.bfloat16),
     *(
@@ -106,7 +106,7 @@ def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch:
 def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among many and few other tokens, sorted or not, in any tiles."""
     add_in_order(monkeypatch)
-    case = moe_case(40, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
+    case = moe_case(24, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
     whole = moe_triton(case.operands(), in_order=True)
     check_moe(case, whole)
     part = replace(case, **{name: getattr(case, name)[3:7] for name in ("x", "topk_weights", "topk_ids")})

@@ -19,10 +19,11 @@ from tests.ops.norm_linear import check  # noqa: E402
     [
         *itertools.product([torch.bfloat16, torch.float32], [1, 2], [40, 1024]),
         (torch.float16, 2, 40),
-        (torch.bfloat16, 1, 2500),
         (torch.bfloat16, 2, 2500),
-        (torch.float32, 2, 2500),
-        pytest.param(torch.float32, 1, 2500, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, 2500, marks=pytest.mark.slow)
+            for case in [(torch.bfloat16, 1), (torch.float32, 1), (torch.float32, 2)]
+        ),
         pytest.param(torch.float16, 1, 40, marks=pytest.mark.slow),
         *(
             pytest.param(torch.float16, *sizes, marks=pytest.mark.slow)
