@@ -899,14 +899,12 @@ def peers_ratios() -> str:
     counts = sorted({count for by_rows in found.values() for count in by_rows})
     lines, ratios = [], list[float]()
     for (part, weights, drafts), by_rows in found.items():
-        line: list[str | None] = [
-            f"{PEERS_IN_WORDS[part]}, {WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
-        ]
-        for count in counts:
-            ratio = _times_faster(part, by_rows.get(count, {}))
-            line.append(ratio and (f"**{ratio:.2f}**" if ratio < 1 else fixed(ratio, 2)))
-            ratios += [ratio] if ratio else []
-        lines.append(line)
+        of_rows = [_times_faster(part, by_rows.get(count, {})) for count in counts]
+        if any(of_rows):
+            what = f"{PEERS_IN_WORDS[part]}, {WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
+            cells = (ratio and (f"**{ratio:.2f}**" if ratio < 1 else fixed(ratio, 2)) for ratio in of_rows)
+            lines.append([what, *cells])
+            ratios += [ratio for ratio in of_rows if ratio]
     wins = sum(ratio < 1 for ratio in ratios)
     return sentences(
         f"{who}; GLM-4.7-Flash's shape with random weights. How many times as fast as vLLM this package is: vLLM is "
