@@ -4,7 +4,7 @@
     python -m benchmarks.peers --parts steps --drafts 3 --rows 1 8 32 --output benchmarks/results/peers.json
     python -m benchmarks.peers --parts servers --weights fp8 --drafts 0 3 --rows 8 32 128 \
         --checkpoint /dev/shm/glm --output benchmarks/results/peers.json
-    python -m benchmarks.peers --merge benchmarks/results/peers.json of_card_0.json of_card_1.json
+    python -m benchmarks.peers --merge benchmarks/results/peers.json card0.json card1.json --plot docs/peers.svg
 
 GLM-4.7-Flash's shape, 47 layers and the MTP layer, random weights with variance 1 / fan-in. Each system, kind of
 weights and number of drafts runs in a process of its own, one after the other, and the output has one row for each of
@@ -333,12 +333,39 @@ def keep(
     return row
 
 
-def merge(output: Path, *files: Path) -> None:
-    """Put the rows of files into the output, each in the place of the one of the same case."""
-    report: dict[str, Any] = json.loads(files[0].read_text()) | {"rows": []}
-    report = with_known_rows(report, output)
+def merge(output: Path, *files: Path) -> dict[str, Any]:
+    """Put the rows of files into the output, each in the place of the one of the same case; returns the report."""
+    if not files:
+        return dict(json.loads(output.read_text()))
+    report = with_known_rows(json.loads(files[0].read_text()) | {"rows": []}, output)
     for row in itertools.chain.from_iterable(json.loads(file.read_text())["rows"] for file in files):
         keep(report, output, row, None)
+    return report
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Bars of both systems for each case; a stroke is the floor of a step."""
+    import matplotlib.pyplot as plt
+
+    parts = [part for part in FIGURES if any(row["part"] == part for row in report["rows"])]
+    figure, panels = plt.subplots(1, len(parts), figsize=(5.5 * len(parts), 5), squeeze=False)
+    for part, axes in zip(parts, panels[0], strict=True):
+        rows = [row for row in report["rows"] if row["part"] == part]
+        cases = sorted({(row["weights"], row["drafts"], row["rows"]) for row in rows})
+        for offset, system, name in ((-0.2, "vllm", "vLLM"), (0.2, "ours", "mla-compile")):
+            own = [row for row in rows if row["system"] == system]
+            places = [cases.index((row["weights"], row["drafts"], row["rows"])) + offset for row in own]
+            axes.barh(places, [row[FIGURES[part]] for row in own], 0.4, label=name)
+            floors = [row.get("floor_ms", float("nan")) for row in own]
+            axes.scatter(floors, places, marker="|", color="black", s=40)
+        labels = [f"{weights}, {drafts} drafts, {count} rows" for weights, drafts, count in cases]
+        axes.set_yticks(range(len(cases)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlabel(f"{part}: {FIGURES[part].replace('_', ' ')}")
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def arguments() -> argparse.Namespace:
@@ -365,6 +392,7 @@ def arguments() -> argparse.Namespace:
     add("--requests", type=int, default=4, help="of each stream of a server")
     add("--output", type=Path, help="its other rows are kept")
     add("--merge", type=Path, nargs="+", help="only put the rows of the other files into the first")
+    add("--plot", type=Path, help="a picture of what --merge has")
     add("--process", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "servers" in args.parts and len(args.parts) > 1:
@@ -378,7 +406,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if args.merge is not None:
-        merge(*args.merge)
+        report = merge(*args.merge)
+        if args.plot is not None:
+            plot(report, args.plot)
         return
     if args.process is not None:
         store = meet(args.process[1])

@@ -866,34 +866,70 @@ PEERS = {
     },
 }
 """Of `benchmarks.peers`: each part's figures in words; the first one is compared."""
+PEERS_IN_WORDS = {"steps": "a step", "prompts": "first tokens of prompts", "servers": "tokens/s of a server"}
+
+
+PeerRows = dict[tuple[str, str, int], dict[int, dict[str, dict[str, Any]]]]
+"""By part, weights and drafts, by rows, by system."""
+
+
+def _peers() -> tuple[str, PeerRows]:
+    """The systems and machines, and all entries of `benchmarks.peers`."""
+    rows = result("peers")["rows"]
+    machines = {(row["device"], f"torch {row['torch']}", f"{row['system']} {row['version']}") for row in rows}
+    found: PeerRows = {}
+    for row in sorted(rows, key=lambda row: (list(PEERS).index(row["part"]), row["weights"], row["drafts"])):
+        of_case = found.setdefault((row["part"], row["weights"], row["drafts"]), {})
+        of_case.setdefault(row["rows"], {})[row["system"]] = row
+    return "; ".join(", ".join(machine) for machine in sorted(machines)), found
+
+
+def _times_faster(part: str, of: dict[str, dict[str, Any]]) -> float | None:
+    """How many times as fast as vLLM this package is; None unless both were measured."""
+    if len(of) < 2:
+        return None
+    figure = next(iter(PEERS[part]))
+    ratio: float = of["vllm"][figure] / of["ours"][figure]
+    return 1 / ratio if part == "servers" else ratio
+
+
+def peers_ratios() -> str:
+    """All cases beside vLLM in one table."""
+    who, found = _peers()
+    counts = sorted({count for by_rows in found.values() for count in by_rows})
+    lines, ratios = [], list[float]()
+    for (part, weights, drafts), by_rows in found.items():
+        of_rows = [_times_faster(part, by_rows.get(count, {})) for count in counts]
+        if any(of_rows):
+            what = f"{PEERS_IN_WORDS[part]}, {WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
+            cells = (ratio and (f"**{ratio:.2f}**" if ratio < 1 else fixed(ratio, 2)) for ratio in of_rows)
+            lines.append([what, *cells])
+            ratios += [ratio for ratio in of_rows if ratio]
+    wins = sum(ratio < 1 for ratio in ratios)
+    return sentences(
+        f"{who}; GLM-4.7-Flash's shape with random weights. How many times as fast as vLLM this package is: vLLM is "
+        f"faster in {wins} of {len(ratios)} cases, in bold."
+    ) + table(["rows", *counts], lines)
 
 
 def peers() -> str:
     """Steps, prompts and servers beside vLLM's."""
-    rows = result("peers")["rows"]
-    machines = {(row["device"], f"torch {row['torch']}", f"{row['system']} {row['version']}") for row in rows}
+    who, found = _peers()
     text = sentences(
-        "; ".join(", ".join(machine) for machine in sorted(machines))
-        + ". Checks of the same work: tokens of a row "
-        "and step (steps) or of all prompts in a step, and experts of a layer that a step's tokens choose."
+        f"{who}. Checks of the same work: tokens of a row and step (steps) or of all prompts in a step, and experts of "
+        "a layer that a step's tokens choose."
     )
     for part, names in PEERS.items():
-        cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-        for row in rows:
-            if row["part"] == part:
-                cells.setdefault((row["weights"], row["drafts"], row["rows"]), {})[row["system"]] = row
-        if not cells:
-            continue
-        figure, lines = next(iter(names)), []
-        for (weights, drafts, count), of in sorted(cells.items()):
-            ratio = of["vllm"][figure] / of["ours"][figure] if len(of) == 2 else None
-            ahead = None if ratio is None else 1 / ratio if part == "servers" else ratio
-            both = (of.get(system, {}).get(name) for system in ("vllm", "ours") for name in names)
-            lines.append((WEIGHTS[weights], drafts, count, fixed(ahead, 2), *both))
+        lines = []
+        for (of_part, weights, drafts), by_rows in found.items():
+            for count, of in sorted(by_rows.items()) if of_part == part else ():
+                both = (of.get(system, {}).get(name) for system in ("vllm", "ours") for name in names)
+                lines.append((WEIGHTS[weights], drafts, count, fixed(_times_faster(part, of), 2), *both))
         heads = [f"{system}: {name}" for system in ("vLLM", "ours") for name in names.values()]
-        text += f"\n{part.capitalize()}:\n" + table(
-            ["weights", "drafts", "rows", "ours is faster, times", *heads], lines
-        )
+        if lines:
+            text += f"\n{part.capitalize()}:\n" + table(
+                ["weights", "drafts", "rows", "ours is faster, times", *heads], lines
+            )
     return text
 
 
@@ -1004,7 +1040,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "figures": figures,
     "fp8_step": fp8_step,
     "eagle3_step": eagle3_step,
-    **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
+    **({"peers": peers, "peers.ratios": peers_ratios} if (RESULTS / "peers.json").exists() else {}),
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,

@@ -149,6 +149,56 @@ def test_steps_and_prompts_are_measured_with_checks_of_the_work(
     assert tables.peers().count("| 3.00 |") == 2 and "| FP8 | 0 | 2 | - | - |" in tables.peers()
 
 
+def peer_rows() -> list[dict[str, Any]]:
+    """Made-up rows of `benchmarks.peers`, each part's for two cases; the last one has no rival."""
+    machine = {"device": "H100", "torch": "2.11", "version": "1"}
+    checks = {"tokens_per_step": 1, "experts": 9.5}
+    steps = {"floor_ms": 1.0, **checks}
+    seconds = dict.fromkeys(("p50_ms", "p99_ms", "first_token_p50_ms", "first_token_p99_ms"), 7.5)
+    return [
+        {"part": part, "system": system, "weights": weights, "drafts": drafts, "rows": rows} | found | machine
+        for part, system, weights, drafts, rows, found in (
+            ("servers", "vllm", "fp8", 0, 8, {"tokens_per_s": 100, **seconds}),
+            ("servers", "ours", "fp8", 0, 8, {"tokens_per_s": 80, **seconds}),
+            ("steps", "ours", "bf16", 3, 1, {"ms_per_step": 2.0, **steps}),
+            ("steps", "vllm", "bf16", 3, 1, {"ms_per_step": 5.0, **steps}),
+            ("prompts", "vllm", "bf16", 0, 1, {"ms": 9.0, "first_ms": 10.0, **checks}),
+            ("prompts", "ours", "bf16", 0, 1, {"ms": 10.0, "first_ms": 10.0, **checks}),
+            ("prompts", "ours", "bf16", 0, 8, {"ms": 11.0, "first_ms": 10.0, **checks}),
+        )
+    ]
+
+
+def test_ratios_beside_vllm_mark_the_cases_that_it_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "result", lambda name: {"rows": peer_rows()})
+    text = tables.peers_ratios()
+    assert "is faster in 2 of 3 cases" in " ".join(text.split())
+    assert text[text.index("\n|") :] == (
+        "\n| rows | 1 | 8 |\n| --- | --- | --- |\n"
+        "| a step, bfloat16, 3 drafts | 2.50 | - |\n"
+        "| first tokens of prompts, bfloat16 | **0.90** | - |\n"
+        "| tokens/s of a server, FP8 | - | **0.80** |\n"
+    )
+    whole = tables.peers()
+    assert "| bfloat16 | 0 | 8 | - | - | - | - | - | 11.0 | 10.0 | 1 | 9.5 |" in whole
+    assert "| FP8 | 0 | 8 | 0.80 | 100 | 7.5 | 7.5 | 7.5 | 7.5 | 80 |" in whole
+
+
+@pytest.mark.long
+def test_files_of_cards_are_merged_into_one_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, report = peer_rows(), {"layers": 47}
+    output, cards = tmp_path / "peers.json", [tmp_path / "card0.json", tmp_path / "card1.json"]
+    stale = [rows[0] | {"tokens_per_s": 1}]
+    for file, own in zip([output, *cards], [stale, rows[:2], rows[2:]], strict=True):
+        file.write_text(json.dumps(report | {"rows": own}))
+    options = f"--merge {output} {cards[0]} {cards[1]} --plot {tmp_path / 'peers.svg'}"
+    command(monkeypatch, peers, options)
+    assert json.loads(output.read_text()) == report | {"rows": rows}
+    assert "<svg" in (tmp_path / "peers.svg").read_text()
+
+
 def test_the_faster_runner_is_kept_with_the_figure_of_the_other() -> None:
     report: dict[str, Any] = {"rows": []}
     row = {"part": "steps", "system": "vllm", "weights": "fp8", "drafts": 3, "rows": 8}
