@@ -11,7 +11,8 @@ the selected latents and of the products at the rate of large ones.
 `steps`: DeepSeek-V3.2's shape with few layers and experts and random FP8 weights. Caches are filled, not computed: a
 step's time does not depend on their values. For each context, rows and drafts: ms of a captured step, with latents in
 bfloat16 and FP8; with fixed selections instead of indexers; with dense attention instead of both; and the floors, the
-bytes of weights, latents and indexer keys that a step must read over the bandwidth of a plain read.
+bytes of weights, latents and indexer keys that a step must read over the bandwidth of a plain read. A run replaces the
+rows that it measures.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.kernels import FLOPS_PER_US, graph_us, relative_error
 from benchmarks.random_weights import random_model, settings_of
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine
 from mla_compile.defaults import KvCacheDtype
@@ -120,7 +121,7 @@ class Fixed(nn.Module):
         return []
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
-        return self.slots[: x.shape[0]]
+        return self.slots[torch.arange(x.shape[0], device=x.device)]  # torch 2.11 cannot compile a slice here
 
 
 def step_floor(
@@ -190,6 +191,7 @@ def steps(
     contexts: Sequence[int],
     all_rows: Sequence[int],
     drafts: Sequence[int],
+    variants: Sequence[Variant],
     num_steps: int,
     compiled: bool,
 ) -> None:
@@ -198,9 +200,9 @@ def steps(
     topk, longest = model.arch.indexer.topk, max(contexts) + PAGE * (1 + max(drafts))
     bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
     layers = [module for module in model.modules() if isinstance(module, MLAAttention)]
-    variants: list[tuple[Variant, KvCacheDtype]] = [("sparse", "auto"), ("sparse", "fp8")]
-    variants += [("fixed", "auto"), ("dense", "auto")]
-    for variant, dtype in variants:
+    kinds: list[tuple[Variant, KvCacheDtype]] = [("sparse", "auto"), ("sparse", "fp8")]
+    kinds += [("fixed", "auto"), ("dense", "auto")]
+    for variant, dtype in (kind for kind in kinds if kind[0] in variants):
         for layer in layers:
             if variant == "fixed":
                 tokens = max(all_rows) * (1 + max(drafts))
@@ -225,6 +227,7 @@ def steps(
                 read = step_floor(model, rows, context, k, dtype, variant)
                 row: dict[str, Any] = {"variant": variant, "kv_cache_dtype": dtype, "drafts": k}
                 row |= {"context": context, "rows": rows}
+                drop_rows(report, row)
                 row |= {"ms": round(ms, 3), "floor_ms": round(read / bandwidth * 1e3, 3)}
                 add_row(report, row, output)
             engine.close()
@@ -244,6 +247,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[8192, 32768])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--variants", nargs="*", choices=get_args(Variant), default=get_args(Variant))
     parser.add_argument("--tiny", action="store_true", help="a small shape without compilation, for a CPU")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -261,6 +265,7 @@ def main() -> None:
     settings = settings_of("v3.2", args.layers, tiny=args.tiny) | {"first_k_dense_replace": 1}
     settings |= {"index_topk": 64, "index_n_heads": 4} if args.tiny else {"n_routed_experts": args.experts}
     report |= {"layers": args.layers, "experts": settings["n_routed_experts"]}
+    report = with_known_rows(report, args.output)
     steps(
         report,
         args.output,
@@ -268,6 +273,7 @@ def main() -> None:
         contexts=args.contexts,
         all_rows=args.rows,
         drafts=args.drafts,
+        variants=args.variants,
         num_steps=2 if args.tiny else 30,
         compiled=not args.tiny,
     )
