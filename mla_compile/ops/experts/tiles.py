@@ -84,4 +84,6 @@ def fp8_moe_tiles(
         if pairs <= 16:
             return ProductTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
         return ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
-    return ProductTiles(16 if pairs <= 8 * experts else 32, columns=64, depth=128, warps=4, stages=3)
+    if pairs <= 8 * experts:
+        return ProductTiles(tokens=16, columns=64 // products, depth=128, warps=4, stages=4)
+    return ProductTiles(tokens=32, columns=64, depth=128, warps=4, stages=3)

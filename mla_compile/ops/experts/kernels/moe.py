@@ -232,20 +232,6 @@ def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexp
     return token, row
 
 
-@triton.jit
-def _halves(both, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
-    """Gate and up, `[tokens, columns]`, of a product by 8 matrix rows of gate, 8 of up, and so on."""
-    if scale is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_C // 8, 2, 8, BLOCK_T]), 0, 2, 3, 1))
-        gate = tl.trans(tl.reshape(gate, [BLOCK_C, BLOCK_T]))
-        up = tl.trans(tl.reshape(up, [BLOCK_C, BLOCK_T]))
-    else:
-        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_T, BLOCK_C // 8, 2, 8]), 0, 1, 3, 2))
-        gate = tl.reshape(gate, [BLOCK_T, BLOCK_C])
-        up = tl.reshape(up, [BLOCK_T, BLOCK_C])
-    return gate, up
-
-
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN], strides (x_stride, 1)
@@ -285,28 +271,39 @@ def gate_up_kernel(
     if scales.both is not None:
         gate_scale, up_scale = gate_and_up(scales, expert, shared, shared >= 0, S.SHARED, BLOCKS)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
-    # One product for both: 8 matrix rows of gate alternate with 8 of up, so that a thread gets both of a column.
-    r = tl.arange(0, 2 * BLOCK_C)
-    of_r = column * BLOCK_C + r // 16 * 8 + r % 8
-    is_up = r // 8 % 2 == 1
-    w_at = tl.where(is_up, up_of, gate_of) + of_r.to(tl.int64) * HIDDEN
-    scale_at = None
-    if scales.both is not None:
-        scale_at = tl.where(is_up, up_scale, gate_scale) + of_r // BLOCK * COLUMN_BLOCKS
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         token, row = _rows(choices, t, end, expert, shared, tokens, starts, order, S)
         x_at = x + (token * x_stride)[:, None]
-        both = zeros(BLOCK_T, 2 * BLOCK_C, scales.both)
-        for start in range(0, HIDDEN, BLOCK_K):
-            k = (start + tl.arange(0, BLOCK_K))[None, :]
-            of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
-            w = tl.load(w_at[:, None] + k, mask=(of_r < INTERMEDIATE)[:, None] & (k < HIDDEN), other=0.0)
-            scale = scale_at
-            if scale_at is not None:
+        if scales.both is None:
+            row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
+            gate = zeros(BLOCK_T, BLOCK_C, None)
+            up = zeros(BLOCK_T, BLOCK_C, None)
+            for start in range(0, HIDDEN, BLOCK_K):
+                k = (start + tl.arange(0, BLOCK_K))[None, :]
+                in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
+                of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
+                w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
+                w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
+                gate = add_product(gate, of_tokens, w_gate, None, ROUNDED, IN_ORDER)
+                up = add_product(up, of_tokens, w_up, None, ROUNDED, IN_ORDER)
+        else:
+            # One product: 8 matrix rows of gate alternate with 8 of up, so that a thread gets both of a column.
+            r = tl.arange(0, 2 * BLOCK_C)
+            of_r = column * BLOCK_C + r // 16 * 8 + r % 8
+            is_up = r // 8 % 2 == 1
+            w_at = tl.where(is_up, up_of, gate_of) + of_r.to(tl.int64) * HIDDEN
+            scale_at = tl.where(is_up, up_scale, gate_scale) + of_r // BLOCK * COLUMN_BLOCKS
+            both = zeros(BLOCK_T, 2 * BLOCK_C, scales.both)
+            for start in range(0, HIDDEN, BLOCK_K):
+                k = (start + tl.arange(0, BLOCK_K))[None, :]
+                of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
+                w = tl.load(w_at[:, None] + k, mask=(of_r < INTERMEDIATE)[:, None] & (k < HIDDEN), other=0.0)
                 scale = tl.load(scale_at + start // BLOCK, mask=of_r < INTERMEDIATE, other=0.0)
-            both = add_product(both, of_tokens, w, scale, ROUNDED, IN_ORDER)
-        gate, up = _halves(both, BLOCK_T, BLOCK_C, scales.both)
+                both = add_product(both, of_tokens, w, scale, ROUNDED, IN_ORDER)
+            gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_C // 8, 2, 8, BLOCK_T]), 0, 2, 3, 1))
+            gate = tl.trans(tl.reshape(gate, [BLOCK_C, BLOCK_T]))
+            up = tl.trans(tl.reshape(up, [BLOCK_C, BLOCK_T]))
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
         at = activated + row[:, None] * INTERMEDIATE + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
