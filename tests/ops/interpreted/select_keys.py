@@ -70,6 +70,36 @@ def test_contexts_in_parts_and_tokens_in_several_launches(monkeypatch: pytest.Mo
     check([], [(40, 50), (3, 2), (4, 30)], topk=8)
 
 
+LONG = 150
+SCORES = {
+    "distinct": lambda position: position * 37 % LONG,
+    "equal": lambda position: 3 + 0 * position,
+    "few values": lambda position: position * 37 % LONG // 40,
+    "a sample of high scores": lambda position: (position % 9 == 0) * 99 + position % 7,
+    "a sample of low scores": lambda position: (position % 9 != 0) * 99 + position % 7,
+    "many at the cut": lambda position: (position % 5 == 0) * 50 + (position == 149),
+}
+
+
+@pytest.mark.parametrize("topk", [1, 8, 30, 100])
+@pytest.mark.parametrize("scores", SCORES)
+def test_rows_longer_than_the_registers_select_as_plain_torch(
+    scores: str, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The score of a key is its one component. Scores of the whole row, of some of it, and of none fit the list."""
+    monkeypatch.setattr(kernels, "_BLOCK", 64)
+    monkeypatch.setattr(kernels, "_SAMPLE", 16)
+    position = torch.arange(160)
+    cache = torch.full((11, 16, 1), torch.nan)
+    table = torch.randperm(10, generator=torch.Generator().manual_seed(0)).int()[None] + 1
+    cache[table[0].long()] = SCORES[scores](position).float().view(10, 16, 1)
+    lens = torch.tensor([LONG], dtype=torch.int32)
+    cache.view(-1)[table[0, -1] * 16 + LONG % 16 : table[0, -1] * 16 + 16] = torch.nan
+    for sign in (1.0, -1.0):
+        rows = torch.ones(2, 1, 1), torch.full((2, 1), sign), cache, table, lens, None, 2, topk
+        assert torch.equal(kernels.decode_select_triton(*rows), decode_select_torch(*rows))
+
+
 @settings(max_examples=6)
 @given(st.data())
 def test_drawn_batches(data: st.DataObject) -> None:
