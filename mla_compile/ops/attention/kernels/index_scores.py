@@ -46,7 +46,7 @@ def tokens_of(
         keys = 0
         for part in range(parts):
             keys += part_of(k_lens, part, row, rows)[1]
-        return row, first, start, count, count, keys
+        return row, tl.where(row < rows, first, 0), start, count, count, keys  # a surplus block has no tokens
 
 
 @triton.jit
