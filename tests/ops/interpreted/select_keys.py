@@ -1,12 +1,16 @@
 """The kernels of selection in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime import interpreter
 
 from tests.triton_interpreter import mend_interpreter
 
@@ -15,6 +19,32 @@ mend_interpreter()
 from mla_compile.ops.attention.kernels import select_keys as kernels  # noqa: E402
 from mla_compile.ops.attention.select_keys import decode_select_torch, prefill_select_torch  # noqa: E402
 from tests.cases import make_case  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def inside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load and store is inside a tensor of its launch: lengths decide the addresses, and no mask is wrong."""
+    spans: list[tuple[int, int]] = []
+    copied, memory = interpreter.GridExecutor._init_args_hst, interpreter._interpreter
+
+    def with_spans(self: Any, *args: Any) -> Any:
+        found = copied(self, *args)
+        tensors = [x for x in found[0] if isinstance(x, Tensor)]
+        spans[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors]
+        return found
+
+    def checked(access: Callable) -> Callable:
+        def run(pointers: np.ndarray, *rest: Any) -> Any:
+            mask = rest[access.__name__ == "store"]
+            used = pointers[mask.astype(bool)]
+            assert np.any([(used >= a) & (used < b) for a, b in spans], axis=0).all(), access.__name__
+            return access(pointers, *rest)
+
+        return run
+
+    guarded = SimpleNamespace(load=checked(memory.load), store=checked(memory.store))
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", with_spans)
+    monkeypatch.setattr(interpreter, "_interpreter", guarded)
 
 
 def check(
@@ -60,6 +90,10 @@ def test_rows_and_chunks_of_all_lengths_select_as_plain_torch(topk: int, dtype: 
 def test_widths_of_real_models() -> None:
     check([70], [(3, 64)], topk=16, heads=64, dim=128, dtype=torch.bfloat16)
     check([70], [(3, 64)], topk=16, heads=32, dim=128, page_size=64, dtype=torch.bfloat16)
+
+
+def test_chunks_of_whole_blocks_leave_surplus_blocks() -> None:
+    check([], [(64, 0), (64, 3), (64, 80)], topk=8)
 
 
 def test_contexts_in_parts_and_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
