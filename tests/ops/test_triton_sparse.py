@@ -68,20 +68,20 @@ def test_compiled_selection_fits_the_gpu_and_spills_next_to_nothing(
     assert d is not None and p is not None
     q, weights = torch.zeros(68, heads, 128, dtype=dtype), torch.zeros(68, heads)
     cache = torch.zeros(*case.kv_cache.shape[:2], 128, dtype=dtype)
-    table = d.block_table.clamp(max=len(cache) - 1)
+    table = torch.zeros(2, 200, dtype=torch.int32)  # of more keys than a program holds
     with compiled_for(capability) as kernels:
         decode_select_triton(q[:4], weights[:4], cache, table, d.seq_lens, d.q_lens, 2, 16)
         prefill_select_triton(q[4:], weights[4:], cache, p.cu_seqlens_q, p.cu_seqlens_k, p.key_slots, 16)
-    assert [kernel.name for kernel in kernels] == ["scores_kernel", "choose_kernel"] * 2
+    scores, choice = "scores_kernel", "choose_kernel"
+    assert [kernel.name for kernel in kernels] == [scores, "list_kernel", choice, scores, choice]
     for kernel in kernels:
         assert kernel.shared_memory <= GPUS[capability][1], kernel.name
-        most = 192 if kernel.name == "choose_kernel" else 128  # it spills outside of its loops over scores
-        assert kernel.spilled_bytes <= most, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
+        assert kernel.spilled_bytes <= 128, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
     if dtype == torch.bfloat16 and capability != 100:
         products = "wgmma.mma_async" if capability == 90 else "mma.sync"
-        assert all(products in kernel.text for kernel in kernels[::2]), (
+        assert all(products in kernel.text for kernel in kernels[::3]), (
             "the products must run on tensor cores"
         )
-        assert all("cp.async" in kernel.text for kernel in kernels[::2]), (
+        assert all("cp.async" in kernel.text for kernel in kernels[::3]), (
             "keys must be on their way meanwhile"
         )

@@ -123,6 +123,7 @@ def test_rows_longer_than_the_registers_select_as_plain_torch(
     """The score of a key is its one component. Scores of the whole row, of some of it, and of none fit the list."""
     monkeypatch.setattr(kernels, "_BLOCK", 64)
     monkeypatch.setattr(kernels, "_SAMPLE", 16)
+    monkeypatch.setattr(kernels, "_SCAN", 32)
     position = torch.arange(160)
     cache = torch.full((11, 16, 1), torch.nan)
     table = torch.randperm(10, generator=torch.Generator().manual_seed(0)).int()[None] + 1

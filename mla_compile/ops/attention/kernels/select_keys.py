@@ -1,4 +1,4 @@
-"""Selection of keys in two launches: the scores of all keys, then the choice of the highest.
+"""Selection of keys in three launches: the scores of all keys, lists of long rows, and the choice of the highest.
 
 Both read lengths on the device. What they read and compute follows from a row's own length, whatever the table's width.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mla_compile.ops.attention.kernels.choose_keys import choose_kernel
+from mla_compile.ops.attention.kernels.choose_keys import choose_kernel, list_kernel
 from mla_compile.ops.attention.kernels.index_scores import scores_kernel
 from mla_compile.ops.dependent_launch import early_options
 from mla_compile.ops.device import device_of, power_of_two
@@ -17,6 +17,8 @@ from mla_compile.ops.device import device_of, power_of_two
 _BLOCK = 8192
 """Scores that a program holds, and the room of its list: a power of two, at most 2**15."""
 _SAMPLE = 4096
+_SCAN = 2048
+"""Scores whose places are added up at a time."""
 _WORKSPACE = 2**25
 """Scores that exist at a time."""
 _PROGRAMS = 8
@@ -55,7 +57,7 @@ def _select(
         ) // block_q  # the last one of each chunk may be nearly empty
         selected = rows.k_lens.new_full((tokens, topk), -1)  # tokens of no chunk select nothing
     width = triton.cdiv(most_keys, _BLOCK) * _BLOCK
-    stride = width + (2 * _BLOCK if width > _BLOCK else 0)
+    stride = width + (2 * _BLOCK + 16 if width > _BLOCK else 0)
     step = min(blocks, max(1, _WORKSPACE // (block_q * stride)))
     scores = rows.k_lens.new_empty(step, block_q, stride)
     programs = max(1, _PROGRAMS * device.multiprocessors // (step * rows.parts))
@@ -66,38 +68,28 @@ def _select(
         "BLOCK_Q": block_q,
         **early_options(q),
     }
+    choice = {**constants, "SCAN": _SCAN, "BLOCK": _BLOCK, "num_warps": 8}
     for first in range(0, blocks, step):
         some = min(step, blocks - first)
+        arguments = (*rows, first, topk, stride)
         scores_kernel[(some, splits, rows.parts)](
             q,
             weights,
             index_cache,
             scores,
-            *rows,
-            first,
-            topk,
-            stride,
+            *arguments,
             HEADS=heads,
             DIM=dim,
             BLOCK_N=16 if is_float else 64,
             MIN_KEYS=_MIN_KEYS,
             num_warps=8 if is_float or block_q * heads >= 128 else 4,
-            num_stages=3,
+            num_stages=3 if block_q <= 4 else 2,  # two programs fit a multiprocessor of an H100
             **constants,
         )
-        choose_kernel[(some * block_q,)](
-            scores,
-            selected,
-            *rows,
-            first,
-            topk,
-            stride,
-            width,
-            SAMPLE=_SAMPLE,
-            BLOCK=_BLOCK,
-            num_warps=16,
-            **constants,
-        )
+        if width > _BLOCK:
+            grid = some * block_q, width // _BLOCK
+            list_kernel[grid](scores, *arguments, width, SAMPLE=_SAMPLE, **choice)
+        choose_kernel[(some * block_q,)](scores, selected, *arguments, width, **choice)
     return selected
 
 
