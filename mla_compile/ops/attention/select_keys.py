@@ -25,7 +25,7 @@ _LIMITS: dict[str, Allowed] = {
 }
 DECODE_SELECT = (
     triton(
-        "scores, then a choice without a sort, in two launches",
+        "scores, then a choice without a sort, in two or three launches",
         "mla_compile.ops.attention.kernels.select_keys:decode_select_triton",
         constraints=_LIMITS,
     ),
@@ -33,7 +33,7 @@ DECODE_SELECT = (
 )
 PREFILL_SELECT = (
     triton(
-        "scores, then a choice without a sort, in two launches",
+        "scores, then a choice without a sort, in two or three launches",
         "mla_compile.ops.attention.kernels.select_keys:prefill_select_triton",
         constraints=_LIMITS,
     ),

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from mla_compile.ops.attention.kernels.index_scores import VARYING, part_of, slots, tokens_of
-from mla_compile.ops.dependent_launch import wait_for_kernel_before
 from mla_compile.ops.reductions.kernels.keys import LEAST_ORDER
 
 
@@ -107,10 +106,8 @@ def list_kernel(
     SAMPLE: tl.constexpr,
     SCAN: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Lists what may be selected of BLOCK scores of a longer row; grid `[blocks * BLOCK_Q, width / BLOCK]`."""
-    wait_for_kernel_before(EARLY)
     _, _, n = _token_of(
         tl.program_id(0), k_lens, q_lens, has_q_lens, rows, parts, q_len, first_block, columns * PAGE_SIZE,
         PAGE_SIZE, ROWS_BLOCK, BLOCK_Q,
@@ -164,10 +161,8 @@ def choose_kernel(
     BLOCK_Q: tl.constexpr,
     SCAN: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """The slots of one token's highest scores, in the order of positions; grid `[blocks * BLOCK_Q]`."""
-    wait_for_kernel_before(EARLY)
     row, token, n = _token_of(
         tl.program_id(0), k_lens, q_lens, has_q_lens, rows, parts, q_len, first_block, columns * PAGE_SIZE,
         PAGE_SIZE, ROWS_BLOCK, BLOCK_Q,

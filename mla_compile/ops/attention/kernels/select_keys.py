@@ -66,9 +66,8 @@ def _select(
         "PAGE_SIZE": page_size,
         "ROWS_BLOCK": power_of_two(rows.rows),
         "BLOCK_Q": block_q,
-        **early_options(q),
     }
-    choice = {**constants, "SCAN": _SCAN, "BLOCK": _BLOCK, "num_warps": 8}
+    choice = {**constants, "SCAN": _SCAN, "BLOCK": _BLOCK, "num_warps": 4}
     for first in range(0, blocks, step):
         some = min(step, blocks - first)
         arguments = (*rows, first, topk, stride)
@@ -85,6 +84,7 @@ def _select(
             num_warps=8 if is_float or block_q * heads >= 128 else 4,
             num_stages=3 if block_q <= 4 else 2,  # two programs fit a multiprocessor of an H100
             **constants,
+            **early_options(q),
         )
         if width > _BLOCK:
             grid = some * block_q, width // _BLOCK
