@@ -13,7 +13,12 @@ import torch
 
 from benchmarks.kernels import BYTES_PER_US, graph_us, relative_error
 from mla_compile.ops.attention.decode import decode_op
-from mla_compile.ops.attention.select_keys import decode_select_op, decode_select_torch
+from mla_compile.ops.attention.select_keys import (
+    decode_select_op,
+    decode_select_torch,
+    prefill_select_op,
+    prefill_select_torch,
+)
 from mla_compile.ops.attention.sparse import sparse_op, sparse_torch
 
 MODELS = {"DeepSeek-V3.2": (128, 64), "GLM-5": (64, 32)}
@@ -29,6 +34,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--q-lens", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--cached", type=int, nargs="*", default=[0, 28672], help="keys before a prompt chunk"
+    )
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
     print(
@@ -40,6 +48,8 @@ def main() -> None:
             (r, c, q) for r in args.rows for c in args.contexts for q in args.q_lens
         ):
             measure(heads, index_heads, rows, context, q_len)
+        for cached in args.cached:
+            measure_prompt(index_heads, cached)
 
 
 def measure(heads: int, index_heads: int, rows: int, context: int, q_len: int) -> None:
@@ -71,6 +81,24 @@ def measure(heads: int, index_heads: int, rows: int, context: int, q_len: int) -
     floors = sparse_bytes, rows * context * (RANK + ROPE) * 2
     floor = " ".join(f"{each / BYTES_PER_US:6.1f}" for each in floors)
     print(f"{rows:3} {context:6} {q_len}: {us[0]} {us[1]} | {us[2]} | {us[3]} {us[4]} | {floor}", flush=True)
+
+
+def measure_prompt(index_heads: int, cached: int, tokens: int = 4096) -> None:
+    """The selection of a prompt chunk's keys."""
+    keys = cached + tokens
+    slots = torch.arange(keys, device="cuda").view(-1, PAGE)[torch.randperm(keys // PAGE)].view(1, -1)
+    ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (tokens, keys)]
+    q, weights = randn(tokens, index_heads, WIDTH), torch.randn(tokens, index_heads, device="cuda")
+    select = q, weights, randn(keys // PAGE, PAGE, WIDTH), ends[0], ends[1][None], slots, TOPK
+    some = q[-8:], weights[-8:], select[2], ends[0].clamp(max=8), *select[4:]
+    both = zip(prefill_select_op(*select)[-8:].tolist(), prefill_select_torch(*some).tolist(), strict=True)
+    assert all(len({*mine} ^ {*its}) <= 8 for mine, its in both), "another selection than plain torch's"
+    us = graph_us([partial(prefill_select_op, *select)], 0.02)
+    products = tokens * (cached + tokens / 2) * index_heads * WIDTH * 2
+    print(
+        f"prompt of {tokens} after {cached}: {us:8.1f} | all products {products / us / 1e6:4.0f} TFLOP/s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_sparse_attention_equals_the_definition_by_every_kernel_and_captured(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_selections_are_those_of_plain_torch(dtype: torch.dtype, heads: int) -> None:
     """Small integers: every sum is exact, and many scores are equal."""
-    case = make_case([300, 0, 5000], [(70, 3000), (300, 0)], q_len=2, page_size=64, dtype=dtype)
+    case = make_case([300, 0, 5000, 9000], [(70, 9000), (300, 0)], q_len=2, page_size=64, dtype=dtype)
     d, p = case.batch.decode, case.batch.prefill
     assert d is not None
     assert p is not None

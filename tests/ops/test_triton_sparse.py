@@ -56,25 +56,32 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     ids=str,
 )
 def test_compiled_selection_fits_the_gpu_and_spills_next_to_nothing(
-    capability: int, heads: int, dtype: torch.dtype
+    capability: int, heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.attention.kernels.select_keys import decode_select_triton, prefill_select_triton
     from tests.triton_compile import compiled_for
 
+    monkeypatch.setattr(devices, "H200", GPUS[capability][0])
     case = make_case([300, 20], [(64, 200)], q_len=2, page_size=64, dtype=dtype)
     d, p = case.batch.decode, case.batch.prefill
     assert d is not None and p is not None
     q, weights = torch.zeros(68, heads, 128, dtype=dtype), torch.zeros(68, heads)
     cache = torch.zeros(*case.kv_cache.shape[:2], 128, dtype=dtype)
-    table = d.block_table.clamp(max=len(cache) - 1)
+    table = torch.zeros(2, 200, dtype=torch.int32)  # of more keys than a program holds
     with compiled_for(capability) as kernels:
         decode_select_triton(q[:4], weights[:4], cache, table, d.seq_lens, d.q_lens, 2, 16)
         prefill_select_triton(q[4:], weights[4:], cache, p.cu_seqlens_q, p.cu_seqlens_k, p.key_slots, 16)
-    assert [kernel.name for kernel in kernels] == ["decode_scores_kernel", "prefill_scores_kernel"]
+    scores, choice = "scores_kernel", "choose_kernel"
+    assert [kernel.name for kernel in kernels] == [scores, "list_kernel", choice, scores, choice]
     for kernel in kernels:
         assert kernel.shared_memory <= GPUS[capability][1], kernel.name
         assert kernel.spilled_bytes <= 128, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
     if dtype == torch.bfloat16 and capability != 100:
         products = "wgmma.mma_async" if capability == 90 else "mma.sync"
-        assert all(products in kernel.text for kernel in kernels), "the products must run on tensor cores"
+        assert all(products in kernel.text for kernel in kernels[::3]), (
+            "the products must run on tensor cores"
+        )
+        assert all("cp.async" in kernel.text for kernel in kernels[::3]), (
+            "keys must be on their way meanwhile"
+        )

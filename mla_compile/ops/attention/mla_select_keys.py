@@ -88,7 +88,7 @@ def mla_select_keys(
         topk: the number of keys to select, >= 1.
 
     Returns:
-        int32 `[tokens, topk]`, the highest score first, then -1; `select_keys.py` defines the scores.
+        int32 `[tokens, topk]`, in the order of positions, then -1; `select_keys.py` defines the scores.
 
     Raises:
         MLAError: an argument is invalid; raised before the cache is written.

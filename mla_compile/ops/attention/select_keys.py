@@ -2,7 +2,7 @@
 
 A key's score for a token is `sum_h weights[h] * relu(q[h] . k)`, in float32. The `topk` keys with the highest scores
 are selected, the first ones among equals; all keys if a token sees no more than `topk`. The result are slots of the
-paged caches, int32 `[tokens, topk]`, the highest score first; -1 stands behind the last.
+paged caches, int32 `[tokens, topk]`, in the order of positions; -1 stands behind the last.
 """
 
 import torch
@@ -25,7 +25,7 @@ _LIMITS: dict[str, Allowed] = {
 }
 DECODE_SELECT = (
     triton(
-        "scores from pages in one launch, then torch's topk",
+        "scores, then a choice without a sort, in two or three launches",
         "mla_compile.ops.attention.kernels.select_keys:decode_select_triton",
         constraints=_LIMITS,
     ),
@@ -33,7 +33,7 @@ DECODE_SELECT = (
 )
 PREFILL_SELECT = (
     triton(
-        "scores in one launch, then torch's topk",
+        "scores, then a choice without a sort, in two or three launches",
         "mla_compile.ops.attention.kernels.select_keys:prefill_select_triton",
         constraints=_LIMITS,
     ),

@@ -1,4 +1,4 @@
-"""The choice of the highest scores, common to all implementations of `mla_decode_select` and `mla_prefill_select`."""
+"""The choice of the highest scores in plain torch, common to `mla_decode_select` and `mla_prefill_select`."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ NOT_SEEN = torch.iinfo(torch.int64).min
 
 
 def highest(keys: Tensor, topk: int) -> Tensor:
-    """The indices of the highest of `keys` `[..., n]`, int64 `[..., topk]`; -1 where there are no more."""
+    """The indices of the highest of `keys` `[..., n]`, in rising order, int64 `[..., topk]`; -1 behind the last."""
     count = keys.shape[-1]
-    best = keys.topk(min(topk, count), dim=-1).values
-    chosen = torch.where(best == NOT_SEEN, -1, indices_of(best, count))
+    best = keys.topk(min(topk, count), dim=-1, sorted=False).values
+    chosen = torch.where(best == NOT_SEEN, count, indices_of(best, count)).sort(dim=-1).values
+    chosen = torch.where(chosen == count, -1, chosen)
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
 
 

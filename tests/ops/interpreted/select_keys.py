@@ -1,12 +1,16 @@
 """The kernels of selection in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime import interpreter
 
 from tests.triton_interpreter import mend_interpreter
 
@@ -15,6 +19,32 @@ mend_interpreter()
 from mla_compile.ops.attention.kernels import select_keys as kernels  # noqa: E402
 from mla_compile.ops.attention.select_keys import decode_select_torch, prefill_select_torch  # noqa: E402
 from tests.cases import make_case  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def inside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load and store is inside a tensor of its launch: lengths decide the addresses, and no mask is wrong."""
+    spans: list[tuple[int, int]] = []
+    copied, memory = interpreter.GridExecutor._init_args_hst, interpreter._interpreter
+
+    def with_spans(self: Any, *args: Any) -> Any:
+        found = copied(self, *args)
+        tensors = [x for x in found[0] if isinstance(x, Tensor)]
+        spans[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors]
+        return found
+
+    def checked(access: Callable) -> Callable:
+        def run(pointers: np.ndarray, *rest: Any) -> Any:
+            mask = rest[access.__name__ == "store"]
+            used = pointers[mask.astype(bool)]
+            assert np.any([(used >= a) & (used < b) for a, b in spans], axis=0).all(), access.__name__
+            return access(pointers, *rest)
+
+        return run
+
+    guarded = SimpleNamespace(load=checked(memory.load), store=checked(memory.store))
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", with_spans)
+    monkeypatch.setattr(interpreter, "_interpreter", guarded)
 
 
 def check(
@@ -62,12 +92,47 @@ def test_widths_of_real_models() -> None:
     check([70], [(3, 64)], topk=16, heads=32, dim=128, page_size=64, dtype=torch.bfloat16)
 
 
+def test_chunks_of_whole_blocks_leave_surplus_blocks() -> None:
+    check([], [(64, 0), (64, 3), (64, 80)], topk=8, dtype=torch.bfloat16)
+
+
 def test_contexts_in_parts_and_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     from mla_compile.ops.attention import segments
 
     monkeypatch.setattr(kernels, "_WORKSPACE", 1)
     monkeypatch.setattr(segments, "MAX_KEYS", 24)
     check([], [(40, 50), (3, 2), (4, 30)], topk=8)
+
+
+LONG = 150
+SCORES = {
+    "distinct": lambda position: position * 37 % LONG,
+    "equal": lambda position: 3 + 0 * position,
+    "few values": lambda position: position * 37 % LONG // 40,
+    "a sample of high scores": lambda position: (position % 9 == 0) * 99 + position % 7,
+    "a sample of low scores": lambda position: (position % 9 != 0) * 99 + position % 7,
+    "many at the cut": lambda position: (position % 5 == 0) * 50 + (position == 149),
+}
+
+
+@pytest.mark.parametrize("topk", [1, 8, 30, 100])
+@pytest.mark.parametrize("scores", SCORES)
+def test_rows_longer_than_the_registers_select_as_plain_torch(
+    scores: str, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The score of a key is its one component. Scores of the whole row, of some of it, and of none fit the list."""
+    monkeypatch.setattr(kernels, "_BLOCK", 64)
+    monkeypatch.setattr(kernels, "_SAMPLE", 16)
+    monkeypatch.setattr(kernels, "_SCAN", 32)
+    position = torch.arange(160)
+    cache = torch.full((11, 16, 1), torch.nan)
+    table = torch.randperm(10, generator=torch.Generator().manual_seed(0)).int()[None] + 1
+    cache[table[0].long()] = SCORES[scores](position).float().view(10, 16, 1)
+    lens = torch.tensor([LONG], dtype=torch.int32)
+    cache.view(-1)[table[0, -1] * 16 + LONG % 16 : table[0, -1] * 16 + 16] = torch.nan
+    for sign in (1.0, -1.0):
+        rows = torch.ones(2, 1, 1), torch.full((2, 1), sign), cache, table, lens, None, 2, topk
+        assert torch.equal(kernels.decode_select_triton(*rows), decode_select_torch(*rows))
 
 
 @settings(max_examples=6)
