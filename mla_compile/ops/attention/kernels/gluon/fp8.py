@@ -159,8 +159,7 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
             barrier()
             values = raw.slice(0, _WORDS, dim=1).load(_LAYOUT)
             next_values = raw.slice(_WORDS, _WORDS, dim=1).load(_LAYOUT)
-            if H == 1:
-                k_pe = shared.raw_pe.load(_PE_LAYOUT)
+            k_pe = shared.raw_pe.load(_PE_LAYOUT) if H == 1 else None
             barrier()
             slot = _slots(S, pages, tile + 1, stop, _KEYS)
             if H == 1:
@@ -179,6 +178,7 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
             pages = _pages(S, table, tile + 2, stop, _KEYS)
             pages_to_copy = _pages(S, table, tile + 2, stop, _KEYS_TO_COPY)
             i += 1
+    async_copy.wait_group(0)
 
 
 @gluon.jit
