@@ -18,6 +18,8 @@ HALF_WORDS = gl.constexpr(RANK.value // 8)
 """Words of half of a token's values."""
 _WIDTH = gl.constexpr(latents.fp8_width(RANK.value, ROPE.value))
 _WORDS = gl.constexpr(latents.BLOCK // 4)
+# A thread has 16 bytes of a key at a time. As they are read from shared memory, eight threads have eight keys; as they
+# are read from memory, four threads have adjacent bytes. Either way eight threads store to different banks.
 _LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [32, 0]],
@@ -27,7 +29,7 @@ _LAYOUT = gl.constexpr(
         [TILE.value, latents.BLOCK // 4],
     )
 )
-_PE_LAYOUT = gl.constexpr(  # the same keys
+_PE_LAYOUT = gl.constexpr(  # of the same keys
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32], [32, 0]],
         [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]],
@@ -36,8 +38,27 @@ _PE_LAYOUT = gl.constexpr(  # the same keys
         [TILE.value, ROPE.value],
     )
 )
+_WIDE_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0]],
+        [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]],
+        [[4, 0], [8, 0]],
+        [],
+        [TILE.value, latents.BLOCK // 4],
+    )
+)
+_WIDE_PE_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [16, 0], [32, 0]],
+        [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]],
+        [[4, 0], [8, 0]],
+        [],
+        [TILE.value, ROPE.value],
+    )
+)
 _COPY_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 _KEYS = gl.constexpr(gl.SliceLayout(1, _LAYOUT.value))
+_WIDE_KEYS = gl.constexpr(gl.SliceLayout(1, _WIDE_LAYOUT.value))
 _KEYS_TO_COPY = gl.constexpr(gl.SliceLayout(1, _COPY_LAYOUT.value))
 
 
@@ -70,7 +91,7 @@ def _scales(kv_cache, slot, B: gl.constexpr):
 @gluon.jit
 def _request(kv_cache, slot, B: gl.constexpr):
     """Request a block of columns, and its scales; zeros for a slot of -1."""
-    c = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, _LAYOUT))
+    c = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, _WIDE_LAYOUT))
     words = _words_of(kv_cache, slot, 4 * _WORDS * B)[:, None] + c[None, :]
     return gl.load(words, mask=(slot >= 0)[:, None], other=0), _scales(kv_cache, slot, B)
 
@@ -84,10 +105,10 @@ def _copy_values(kv_cache, slot, raw, H: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rope(kv_cache, slot, k_pe):
+def _copy_rope(kv_cache, slot, k_pe, layout: gl.constexpr):
     """Copy the tokens' rotary keys; zeros for a slot of -1."""
-    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _PE_LAYOUT))
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, _PE_LAYOUT), assert_trivial=True)
+    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, layout), assert_trivial=True)
     keys = kv_cache + slot.to(gl.int64) * _WIDTH + (_WIDTH - 2 * ROPE)
     keys = keys.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     async_copy.async_copy_global_to_shared(k_pe, keys[:, None] + p[None, :], mask=(slot >= 0)[:, None])
@@ -147,7 +168,7 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
         async_copy.wait_group(0)  # what the last piece has copied past its end
         barrier()
         if H == 1:
-            _copy_rope(kv_cache, slot, shared.raw_pe)
+            _copy_rope(kv_cache, slot, shared.raw_pe, _PE_LAYOUT)
         _copy_values(kv_cache, to_copy, raw, H)
         async_copy.commit_group()
         scales, next_scales = _scales(kv_cache, slot, 2 * H), _scales(kv_cache, slot, 2 * H + 1)
@@ -159,12 +180,11 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
             barrier()
             values = raw.slice(0, _WORDS, dim=1).load(_LAYOUT)
             next_values = raw.slice(_WORDS, _WORDS, dim=1).load(_LAYOUT)
-            if H == 1:
-                k_pe = shared.raw_pe.load(_PE_LAYOUT)
+            k_pe = shared.raw_pe.load(_PE_LAYOUT) if H == 1 else None
             barrier()
             slot = _slots(S, pages, tile + 1, stop, _KEYS)
             if H == 1:
-                _copy_rope(kv_cache, slot, shared.raw_pe)
+                _copy_rope(kv_cache, slot, shared.raw_pe, _PE_LAYOUT)
             _copy_values(kv_cache, _slots(S, pages_to_copy, tile + 1, stop, _KEYS_TO_COPY), raw, H)
             async_copy.commit_group()
             mbarrier.wait(shared.used.index(stage), ((i // STAGES) & 1) ^ 1)
@@ -179,6 +199,7 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
             pages = _pages(S, table, tile + 2, stop, _KEYS)
             pages_to_copy = _pages(S, table, tile + 2, stop, _KEYS_TO_COPY)
             i += 1
+    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -196,22 +217,22 @@ def load_tiles(call, S: gl.constexpr, place, shared, W: gl.constexpr):
         row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(call, S, unit, begin, at, end, piece)
         table = inputs.block_table + row.to(gl.int64) * inputs.table_stride
         stop = gl.minimum(stored, last * TILE)
-        slot = _slots(S, _pages(S, table, first + W, stop, _KEYS), first + W, stop, _KEYS)
+        slot = _slots(S, _pages(S, table, first + W, stop, _WIDE_KEYS), first + W, stop, _WIDE_KEYS)
         values, scales = _request(kv_cache, slot, 2 * W)
         next_values, next_scales = _request(kv_cache, slot, 2 * W + 1)
         for pair in range(first, last, 2):
             tile = pair + W
-            pages = _pages(S, table, tile + 2, stop, _KEYS)
+            pages = _pages(S, table, tile + 2, stop, _WIDE_KEYS)
             for h in gl.static_range(2):
                 loaded = shared.loaded.index(2 * W + (W ^ h))
                 mbarrier.wait(shared.used.index(2 * W + (W ^ h)), (i & 1) ^ 1)
                 if h == 1:  # this half stays in use longer
-                    _copy_rope(kv_cache, slot, shared.k_pe.index(W))
+                    _copy_rope(kv_cache, slot, shared.k_pe.index(W), _WIDE_PE_LAYOUT)
                 async_copy.mbarrier_arrive(loaded, increment_count=False)
                 _convert(values, scales, words.index(W), 2 * (W ^ h))
                 _convert(next_values, next_scales, words.index(W), 2 * (W ^ h) + 1)
                 if h == 1:
-                    slot = _slots(S, pages, tile + 2, stop, _KEYS)
+                    slot = _slots(S, pages, tile + 2, stop, _WIDE_KEYS)
                 values, scales = _request(kv_cache, slot, 2 * (W ^ h ^ 1))
                 next_values, next_scales = _request(kv_cache, slot, 2 * (W ^ h ^ 1) + 1)
                 fence_async_shared()
