@@ -822,6 +822,61 @@ def sampling() -> str:
     ) + table(["rows", *names], lines)
 
 
+def sparse_kernels() -> str:
+    """Attention over selected keys, by dtype of latents."""
+    report = result("sparse_attention.kernels")
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in report["rows"]:
+        cases.setdefault((row["model"], row["tokens"], row["context"]), {})[row["kv_cache_dtype"]] = row
+    lines = (
+        (
+            model,
+            f"{tokens:,} of decode rows" if context is None else f"{tokens:,} of a prompt of {context:,}",
+            *(
+                fixed(of[kind].get(name), 1)
+                for kind in ("auto", "fp8")
+                for name in ("floor_us", "triton", "flash_mla")
+            ),
+        )
+        for (model, tokens, context), of in cases.items()
+    )
+    header = [
+        "model",
+        "tokens",
+        *(f"{name}, {kind}" for kind in ("bfloat16", "FP8") for name in ("floor", "`triton`", "FlashMLA")),
+    ]
+    return sentences(
+        f"{report['device']}, torch {report['torch']}; microseconds, 2,048 keys a token:"
+    ) + table(header, lines)
+
+
+def sparse_steps() -> str:
+    """Steps of DeepSeek-V3.2's shape beside dense attention."""
+    report = result("sparse_attention.steps")
+    cases: dict[tuple[int, ...], dict[tuple[str, str], Any]] = {}
+    for row in report["rows"]:
+        case = row["context"], row["rows"], row["drafts"]
+        cases.setdefault(case, {})[row["variant"], row["kv_cache_dtype"]] = row
+    lines = []
+    for case, of in sorted(cases.items()):
+        columns = [
+            None if each is None else f"{each['ms']:.2f} ({each['floor_ms']:.2f})"
+            for each in (
+                of.get((v, d)) for v, d in (("sparse", "auto"), ("sparse", "fp8"), ("dense", "auto"))
+            )
+        ]
+        whole, without = (of.get((variant, "auto")) for variant in ("sparse", "fixed"))
+        share = None if without is None else f"{1 - without['ms'] / whole['ms']:.0%}"
+        lines.append((f"{case[0]:,}", *case[1:], *columns, share))
+    text = (
+        f"{report['device']}, torch {report['torch']}: DeepSeek-V3.2's shape with {report['layers']} layers, "
+        f"{report['experts']} experts and random FP8 weights; milliseconds a step (floor)."
+    )
+    return sentences(text) + table(
+        ["context", "rows", "drafts", "sparse", "sparse, FP8 latents", "dense", "the indexers' share"], lines
+    )
+
+
 def decode_choice() -> str:
     """FlashMLA beside the Hopper kernel."""
     report = result("decode_choice")
@@ -1049,6 +1104,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "fp8_agreement": fp8_agreement,
     "fp8_latents": fp8_latents,
     "fp8_latents.kernels": fp8_latents_kernels,
+    "sparse_attention.kernels": sparse_kernels,
+    "sparse_attention.steps": sparse_steps,
     "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),
     "draft_length": lambda: _draft_length("draft_length"),
     "serving.v3": lambda: _serving("v3"),
