@@ -33,7 +33,7 @@ import mla_compile
 
 SECONDS_PER_CASE = 120
 """A case that takes longer hangs."""
-SECONDS_PER_REDUCTION = 20
+SECONDS_PER_REDUCTION = 30
 SECONDS_BETWEEN_SAVES = 10
 
 
