@@ -225,12 +225,19 @@ class EngineRun:
                 if arrival.step == clock:
                     self._add(number, arrival)
                 if arrival.abort_step == clock and number in self.requests:
-                    self.requests[number].abort()
-                    self.requests[number].abort()  # again: nothing happens
+                    self.abort(self.requests[number])
+                    self.abort(self.requests[number])  # again: nothing happens
             self._step()
             clock += 1
         self._check_end()
         return self.outcome
+
+    def abort(self, request: Request) -> None:
+        request.abort()
+
+    def alone(self, arrival: Arrival) -> list[int]:
+        """The tokens of a request without limits of its own."""
+        return text(self.trace, arrival).token_ids
 
     def _add(self, number: int, arrival: Arrival) -> None:
         prompt = arrival.prompt()
