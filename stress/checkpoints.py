@@ -8,6 +8,7 @@ valid are compared with those of transformers.
 import argparse
 import json
 import logging
+import re
 import shutil
 import struct
 import tempfile
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from mla_compile import MLAError, load_model
-from stress.runner import Case, Draw, main
+from stress.runner import Case, Draw, check_message, main
 from tests.models import test_hostile_configs as configs
 from tests.models import test_hostile_heads as heads
 from tests.models.test_hostile_configs import HOSTILE
@@ -99,7 +100,7 @@ def changed_index(draw: Draw, files: Files) -> str:
     try:
         configs.assert_finite(load_model(files.indexed))
     except MLAError as error:
-        assert str(files.indexed) in str(error) and "\n" not in str(error), str(error)
+        check_message(error, re.escape(str(files.indexed)))
         return "index, refused"
     return "index, loads"
 

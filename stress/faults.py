@@ -1,4 +1,4 @@
-"""Random traces through the real engine in which something fails: an interrupt, a cancellation, an error, an allocation.
+"""Random traces through the real engine in which something fails: an interrupt, a cancellation, an allocation.
 
 KeyboardInterrupt, CancelledError or an exception comes before the n-th line that the engine's files run in steps, `add`
 or `abort`; or the n-th operation of torch in steps finds no memory. Reports are also late by a number that changes.

@@ -142,6 +142,12 @@ def reduced(case: Case, failure: Failure, seconds: float = SECONDS_PER_REDUCTION
     return best
 
 
+def check_message(error: Exception, pattern: str) -> None:
+    """The message is one line that begins with the pattern."""
+    text = str(error)
+    assert re.match(pattern, text) and "\n" not in text, text[:300]
+
+
 def report(name: str, seed: int, failure: Failure) -> str:
     record = ",".join(map(str, failure.draw.taken))
     lines = [
@@ -201,7 +207,15 @@ class Results:
 
 
 def run(
-    name: str, case: Case, *, cases: int, seed: int, seconds: float, output: Path | None, device: str, most: int
+    name: str,
+    case: Case,
+    *,
+    cases: int,
+    seed: int,
+    seconds: float,
+    output: Path | None,
+    device: str,
+    most: int,
 ) -> int:
     """Run the cases from `seed`, or from the end of the results, to `cases` in all; returns the number of failures.
 
@@ -216,7 +230,11 @@ def run(
     before = here["seconds"]
 
     def save() -> None:
-        here.update(end=number, seconds=round(before + time.monotonic() - start, 1), counts=dict(sorted(counts.items())))
+        here.update(
+            end=number,
+            seconds=round(before + time.monotonic() - start, 1),
+            counts=dict(sorted(counts.items())),
+        )
         results.save()
 
     ran = 0
@@ -227,7 +245,9 @@ def run(
                 failures += 1
                 found = reduced(case, found)
                 print(report(name, number, found), flush=True)
-                here["failures"].append({"seed": number, "error": found.error[:300], "record": found.draw.taken})
+                here["failures"].append(
+                    {"seed": number, "error": found.error[:300], "record": found.draw.taken}
+                )
             else:
                 counts[found] += 1
             number, ran = number + 1, ran + 1
@@ -245,14 +265,18 @@ def run(
     return failures
 
 
-def main(name: str, make: Callable[[argparse.Namespace], Case], *, devices: tuple[str, ...] = ("cpu",)) -> None:
+def main(
+    name: str, make: Callable[[argparse.Namespace], Case], *, devices: tuple[str, ...] = ("cpu",)
+) -> None:
     """The command `python -m stress.NAME`. make: its case, from the command's arguments."""
     name = f"stress.{name}"
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=sys.modules["__main__"].__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="in all, with those of the results file")
     parser.add_argument("--seed", type=int, default=0, help="the first case, without a results file")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--output", type=Path, help="the results file: rerunning continues after its last seed")
+    parser.add_argument(
+        "--output", type=Path, help="the results file: rerunning continues after its last seed"
+    )
     parser.add_argument("--case", type=int, help="run this case alone, with its notes")
     parser.add_argument("--record", help="run the case of this record alone, as a failure's report gives it")
     parser.add_argument("--failures", type=int, default=10, help="stop after this many")

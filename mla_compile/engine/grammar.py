@@ -170,7 +170,11 @@ class GrammarRow:
 
         This happens where the tokenizer drops a character of what the grammar requires: llguidance allows the next one.
         """
-        if token in self.stop_ids or token == self.grammar.eos_id or not int(mask[token // 32]) >> token % 32 & 1:
+        if (
+            token in self.stop_ids
+            or token == self.grammar.eos_id
+            or not int(mask[token // 32]) >> token % 32 & 1
+        ):
             return False
         self.matcher.consume_tokens([token])
         return True

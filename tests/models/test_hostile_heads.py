@@ -78,7 +78,9 @@ def test_a_config_gives_finite_logits_or_an_error_that_names_the_setting(
     kind: str,
 ) -> None:
     keys, values = st.sampled_from(KEYS[kind]), st.sampled_from(HOSTILE)
-    check_config(heads[kind], texts[kind], target, data.draw(st.dictionaries(keys, values, min_size=1, max_size=2)))
+    check_config(
+        heads[kind], texts[kind], target, data.draw(st.dictionaries(keys, values, min_size=1, max_size=2))
+    )
 
 
 def check_config(path: Path, config: dict[str, Any], target: MLAForCausalLM, changes: dict[str, str]) -> bool:

@@ -189,7 +189,7 @@ def test_what_is_wrong_is_named() -> None:
         mla_select_keys(q, k, weights, cache, case.batch, topk=0)
     rows = {name: getattr(case.batch.decode, name) for name in ("block_table", "seq_lens", "q_lens", "q_len")}
     for topk in (-1, 0, 2.5):
-        with pytest.raises(MLAError, match="^topk: expected an integer >= 1"):
+        with pytest.raises(MLAError, match=r"^topk: expected an integer >= 1"):
             mla_decode_select(q, weights, cache, **rows, topk=topk)
     with pytest.raises(MLAError, match="k: expected size 12"):
         mla_select_keys(q, k[:, :5], weights, cache, case.batch, topk=4)
