@@ -10,7 +10,6 @@ def run(case: Case, seeds: range) -> set[str]:
     return {case(Draw(seed)) for seed in seeds}
 
 
-@pytest.mark.long
 def test_ops() -> None:
     kinds = run(ops.case_on("cpu"), range(600))
     names = {kind.partition(",")[0] for kind in kinds}
@@ -35,7 +34,6 @@ def test_checkpoints() -> None:
     assert {kind.partition(",")[0] for kind in kinds} >= {"config", "index", "safetensors", "tokenizer"}
 
 
-@pytest.mark.long
 def test_requests() -> None:
     kinds = run(requests.case(), range(300))
     assert kinds >= {"body, refused", "body, understood", "parameters, valid", "grammar, a whole text"}
