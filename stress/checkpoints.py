@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from mla_compile import MLAError, load_model
-from stress.runner import Case, Draw, check_message, main
+from stress.runner import Case, Draw, check_message, command
 from tests.models import test_hostile_configs as configs
 from tests.models import test_hostile_heads as heads
 from tests.models.test_hostile_configs import HOSTILE
@@ -148,5 +148,9 @@ def make(_: argparse.Namespace) -> Case:
     return case()
 
 
+def main() -> None:
+    command("checkpoints", make)
+
+
 if __name__ == "__main__":
-    main("checkpoints", make)
+    main()

@@ -9,7 +9,7 @@ references, rows and block tables agree. In one of 8 traces a token makes latent
 import argparse
 from dataclasses import fields
 
-from stress.runner import Case, Draw, main
+from stress.runner import Case, Draw, command
 from tests.engine.engine_traces import POISONS, Outcome
 from tests.engine.engine_traces import run as run_trace
 from tests.engine.test_grammar import KINDS
@@ -73,5 +73,9 @@ def make(_: argparse.Namespace) -> Case:
     return run
 
 
+def main() -> None:
+    command("engines", make)
+
+
 if __name__ == "__main__":
-    main("engines", make)
+    main()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_compile.engine
 from mla_compile.engine import Request
 from stress.engines import drawn_trace
-from stress.runner import Case, Draw, main
+from stress.runner import Case, Draw, command
 from tests.engine.engine_traces import EngineRun, check_invariants
 from tests.engine.toy_engine import Arrival, Trace
 
@@ -169,5 +169,9 @@ def make(_: argparse.Namespace) -> Case:
     return run
 
 
+def main() -> None:
+    command("faults", make)
+
+
 if __name__ == "__main__":
-    main("faults", make)
+    main()

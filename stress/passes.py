@@ -21,7 +21,7 @@ from mla_compile.check_batches import checked, checks_of
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.torch_internals import know_least_sizes
-from stress.runner import Case, Draw, main
+from stress.runner import Case, Draw, command
 from tests.passes.capture import make_inputs
 from tests.passes.random_programs import STEPS, Program
 from tests.passes.test_absorb_random import CHANGES, Form
@@ -134,5 +134,9 @@ def make(_: argparse.Namespace) -> Case:
     return run
 
 
+def main() -> None:
+    command("passes", make)
+
+
 if __name__ == "__main__":
-    main("passes", make)
+    main()

@@ -20,7 +20,7 @@ from mla_compile import Grammar, MLAError, SamplingParams
 from mla_compile.engine import Completion
 from mla_compile.engine.grammar import GrammarRow, allowed_tokens
 from mla_compile.serving.failures import BadRequest
-from stress.runner import Case, Draw, check_message, main
+from stress.runner import Case, Draw, check_message, command
 from tests.engine.test_grammar import EOS, SMALL
 from tests.engine.test_wrong_types import WRONG
 from tests.models_for_tests import VOCAB
@@ -214,5 +214,9 @@ def make(_: argparse.Namespace) -> Case:
     return case()
 
 
+def main() -> None:
+    command("requests", make)
+
+
 if __name__ == "__main__":
-    main("requests", make)
+    main()

@@ -265,10 +265,10 @@ def run(
     return failures
 
 
-def main(
+def command(
     name: str, make: Callable[[argparse.Namespace], Case], *, devices: tuple[str, ...] = ("cpu",)
 ) -> None:
-    """The command `python -m stress.NAME`. make: its case, from the command's arguments."""
+    """Run the command `python -m stress.NAME`. make: its case, from the command's arguments."""
     name = f"stress.{name}"
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=sys.modules["__main__"].__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="in all, with those of the results file")
