@@ -55,6 +55,12 @@ def changed(name: str, value: Any, draw: Draw, device: str) -> Any:
         lambda: value.tolist(),
         lambda: value.transpose(0, -1).contiguous().transpose(0, -1),
     ]
+    if device == "cpu" or name not in UNBOUNDED:
+        kinds += [
+            lambda: value.narrow(dim, 0, max(0, value.shape[dim] - 1)),
+            lambda: torch.cat([value, value], dim),
+            lambda: value.narrow(dim, 0, 0),
+        ]
     if (
         value.dtype in (torch.int32, torch.int64)
         and device == "cpu"
