@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 # kept, whatever the environment says (many container images forbid it): else each process compiles torch again, 6 s.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install -qq --no-compile --no-input --disable-pip-version-check -c $(CONSTRAINTS)
-CODE := README.md $(wildcard mla_compile tests examples benchmarks docs)
+CODE := README.md $(wildcard mla_compile tests examples benchmarks docs stress)
 JOBS ?= 2
 ARGS ?=
 

@@ -1089,8 +1089,29 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def stress() -> str:
+    """The cases of each stress command so far, by device; every failure was mended or is listed."""
+    rows = []
+    for path in sorted((ROOT / "stress" / "results").glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for device in dict.fromkeys(one["device"] for one in data["ranges"]):
+            ranges = [one for one in data["ranges"] if one["device"] == device]
+            cases, seconds = (
+                sum(one["end"] - one["first"] for one in ranges),
+                sum(one["seconds"] for one in ranges),
+            )
+            failed = sum(len(one["failures"]) for one in ranges)
+            rate = fixed(cases / max(1e-9, seconds))
+            torch = ", ".join(dict.fromkeys(one["torch"] for one in ranges))
+            rows.append([f"`{data['command']}`", device, torch, f"{cases:,}", failed, rate])
+    if not rows:
+        return "No results are committed.\n"
+    return table(["command", "device", "torch", "cases", "failed", "cases a second"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
+    "stress": stress,
     "families": families,
     "figures": figures,
     "fp8_step": fp8_step,

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
@@ -148,7 +149,7 @@ class Engine:
         """
         if not getattr(request, "has_ended", False) and getattr(request, "engine", None) is not self:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
-        with self._lock:
+        with self._whole_or_nothing():
             self._scheduler.abort(request)
 
     def leave(self, request: Request) -> None:
@@ -171,8 +172,15 @@ class Engine:
         """
         with self._lock:
             self._check_caches()
-            try:
+            with self._whole_or_nothing():
                 self._step()
+
+    @contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """Changes of requests, rows and pages: an error in the middle, such as an interrupt, ends all requests."""
+        with self._lock:
+            try:
+                yield
             except BaseException as error:
                 for request in self._scheduler.requests():
                     request.end("error", str(error))
@@ -393,7 +401,9 @@ class Engine:
     def _enqueue(self, request: Request) -> None:
         with self._lock:
             self._check_caches(layers=True)
-            self._scheduler.add(request)
+            self._scheduler.check_size(request)
+            with self._whole_or_nothing():
+                self._scheduler.add(request)
 
     def _check_idle(self, name: str) -> None:
         self._check_caches()

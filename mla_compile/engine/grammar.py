@@ -165,6 +165,20 @@ class GrammarRow:
         taken: int = self.matcher.try_consume_tokens([token])
         return taken == 1
 
+    def gets_lost(self, token: int, mask: Tensor) -> bool:
+        """Whether `read_draft` refused a token that the mask allows; the matcher is then in an error.
+
+        This happens where the tokenizer drops a character of what the grammar requires: llguidance allows the next one.
+        """
+        if (
+            token in self.stop_ids
+            or token == self.grammar.eos_id
+            or not int(mask[token // 32]) >> token % 32 & 1
+        ):
+            return False
+        self.matcher.consume_tokens([token])
+        return True
+
     def give_up(self, num_drafts: int) -> None:
         """Record that the matcher is in an error after `num_drafts` drafts, and restart from the emitted tokens."""
         self._dead_end = num_drafts, _message(self.matcher)
@@ -242,10 +256,13 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
                 if row.matcher.is_error():
                     masks[i, j] = 0
                     row.give_up(j)
-                elif j == len(guesses[i]) or not row.read_draft(guesses[i][j]):
-                    row.matcher.rollback(j)
-                else:
+                elif j < len(guesses[i]) and row.read_draft(guesses[i][j]):
                     ahead[i] = row
+                elif j < len(guesses[i]) and row.gets_lost(guesses[i][j], masks[i, j]):
+                    masks[i, j + 1] = 0
+                    row.give_up(j + 1)
+                else:
+                    row.matcher.rollback(j)
         j += 1
     return masks
 

@@ -129,6 +129,7 @@ class Scheduler:
         self._numbers = itertools.count()  # of arrivals and admissions
         self._waiting: dict[str | None, list[Request]] = {}  # by client; each list by rank, none empty
         self._running: list[Request] = []  # by rank
+        self._moving: Request | None = None  # it may be in no queue where an interrupt ends a method early
         self._removed: list[Request] = []  # since the last plan
         self._misfit: tuple[Request, int] | None = None  # a request that did not fit, and the free pages then
 
@@ -152,20 +153,23 @@ class Scheduler:
 
     def requests(self) -> list[Request]:
         """All requests that have not ended, running ones first."""
-        return [*self._running, *itertools.chain(*self._waiting.values())]
+        queued = [*self._running, *itertools.chain(*self._waiting.values())]
+        return queued if self._moving is None or self._moving in queued else [*queued, self._moving]
 
-    def add(self, request: Request) -> None:
-        """Queue a request, whose prompt is shorter than `max_len`.
-
-        Raises:
-            MLAError: more tokens than all pages hold.
-        """
+    def check_size(self, request: Request) -> None:
+        """Raises `MLAError` for more tokens than all pages hold."""
         capacity = (self.pool.num_pages - 1) * self.pool.page_size
         if request.max_len - 1 > capacity:
             hint = "lower max_len or allocate more pages"
             raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", request.max_len, hint)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, whose prompt is shorter than `max_len`; raises as `check_size`."""
+        self.check_size(request)
+        self._moving = request
         request.rank = request.priority, True, next(self._numbers)
         self._wait(request)
+        self._moving = None
 
     def abort(self, request: Request) -> None:
         """End a request now, and free its pages at once. A request that has ended stays as it is."""
@@ -310,12 +314,13 @@ class Scheduler:
             self.pool.release(pages)
             self._misfit = request, num_free
             return False
-        self._misfit = None
+        self._misfit, self._moving = None, request
         self._leave_queue(request)
         priority, is_new, _ = _rank(request)
         if is_new:
             request.rank = priority, False, next(self._numbers)
         insort(self._running, request, key=_rank)
+        self._moving = None
         request.is_running, request.is_outdated = True, False
         request.num_cached = request.num_reused_tokens = len(pages) * self.pool.page_size
         plan.admitted.append(request)
@@ -328,9 +333,10 @@ class Scheduler:
         if missing <= 0:
             return True
         while (pages := self.pool.allocate(missing)) is None:
-            victim = self._running[-1]
+            self._moving = victim = self._running[-1]
             self._stop(victim)
             self._wait(victim)
+            self._moving = None
             if victim is request:
                 return False
         self._grant(plan, request, pages)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops.dispatch import Call, Candidate, Selection, describe_device, select
-from mla_compile.ops.validate import Layouts, dims_of, parse
+from mla_compile.ops.validate import Layouts, check_types, dims_of, parse
 from mla_compile.torch_internals import is_fake, run_check
 
 log = logging.getLogger(__name__)
@@ -116,9 +116,14 @@ def define_op(
         def fake(*args: Any) -> Any:
             if layouts is not None:
                 Layouts().tensors(layouts, dict(zip(names, args)))
+            given = args
             if record is not None:
                 args = (record(*args[: len(record._fields)]), *args[len(record._fields) :])
-            return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
+            try:
+                return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
+            except (TypeError, AttributeError):  # only then, as all eager calls run this
+                check_types({p.name: (p.annotation, value) for p, value in zip(parameters, given)})
+                raise
 
         names = [p.name for p in parameters]
         tables[op], implementations[op] = table, implementation

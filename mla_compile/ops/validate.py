@@ -214,6 +214,23 @@ def whole_number(name: str, value: object, least: int) -> None:
         raise MLAError(name, f"an integer >= {least}", repr(value))
 
 
+_KINDS: dict[object, tuple[str, tuple[type, ...]]] = {
+    Tensor: ("a tensor", (Tensor,)),
+    Tensor | None: ("a tensor or None", (Tensor, type(None))),
+    int: ("an int", (int, torch.SymInt)),
+    float: ("a float", (int, float, torch.SymFloat)),
+    bool: ("a bool", (bool,)),
+}
+
+
+def check_types(arguments: Mapping[str, tuple[object, object]]) -> None:
+    """Raises `MLAError` for the first argument whose value is not of its annotation: the pairs are both, by name."""
+    for name, (annotation, value) in arguments.items():
+        words, kinds = _KINDS.get(annotation, ("", (object,)))
+        if not isinstance(value, kinds):
+            raise MLAError(name, words, shown(value))
+
+
 def list_of(kind: type, name: str, values: object, rows: int) -> None:
     """Raises `MLAError` for anything but a list or tuple of `rows` values of one type."""
     kinds = (kind, torch.SymInt) if kind is int else (kind,)
@@ -312,8 +329,8 @@ def slots(name: str, x: Tensor, kv_cache: Tensor) -> None:
 def key_ranges(
     prefix: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_slots: Tensor, tokens: int, kv_cache: Tensor
 ) -> None:
-    """Check that prefix sums start at 0, never decrease and stay within their tensors, and that key slots are valid."""
-    if not is_readable(key_slots) or key_slots.numel() == 0:
+    """Check that prefix sums start at 0, never decrease and stay within their tensors, and the slots of their keys."""
+    if not is_readable(key_slots):
         return
     for name, sums, end in (
         ("cu_seqlens_q", cu_seqlens_q[None], tokens),
@@ -321,7 +338,9 @@ def key_ranges(
     ):
         if bool((sums[:, 0] != 0).any() | (sums.diff() < 0).any() | (sums[:, -1] > end).any()):
             raise MLAError(prefix + name, f"prefix sums from 0 that end at {end} at most", sums.tolist())
-    slots(f"{prefix}key_slots", key_slots, kv_cache)
+    used = torch.arange(key_slots.shape[1], device="cpu") < cu_seqlens_k[:, -1:]
+    last = kv_cache.shape[0] * kv_cache.shape[1] - 1
+    within(f"{prefix}key_slots", "slots of keys", key_slots[used], 0, last, "allocate more pages")
 
 
 def lengths(prefix: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) -> None:

@@ -8,6 +8,7 @@ has a certain id, the request ends in an error, and its neighbours do not.
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mla_compile import Engine, MLABatch, SamplingParams
+from mla_compile import Engine, Grammar, MLABatch, SamplingParams
 from mla_compile.batch import ForwardOutput
 from mla_compile.engine import Completion, Request
 from mla_compile.engine.detokenizer import Found
@@ -24,6 +25,7 @@ from mla_compile.engine.scheduler import Plan
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, Verified
 from tests.engine.engines import is_registered, pool_of, references, with_lag, with_new_caches
+from tests.engine.test_grammar import EOS, grammar
 from tests.engine.toy_engine import Arrival, Trace
 from tests.engine.watching import Watch
 from tests.models_for_tests import one_layer_model
@@ -87,8 +89,10 @@ def poisoned(where: str, poison: int) -> MLAForCausalLM:
     return made
 
 
-def stop_ids(trace: Trace) -> list[int]:
-    """The smaller the trace's vocabulary, the sooner a text ends."""
+def stop_ids(trace: Trace, arrival: Arrival) -> list[int]:
+    """The smaller the trace's vocabulary, the sooner a text ends. A grammar needs an id to end with."""
+    if arrival.grammar is not None:
+        return [EOS]
     return {4: list(range(0, 40, 4)), 20: [19, 35]}.get(trace.vocab_size, [])
 
 
@@ -97,14 +101,19 @@ def sampling(arrival: Arrival) -> SamplingParams:
     return replace(kind, min_tokens=min(kind.min_tokens, arrival.max_new_tokens))
 
 
-def text(prompt: list[int], params: SamplingParams, ends: list[int]) -> Completion:
-    """The model's tokens alone, one per step, up to any of `ends`."""
-    key = repr((prompt, params, ends))
+def text(trace: Trace, arrival: Arrival) -> Completion:
+    """The model's tokens for a request alone, one per step, up to any of its `stop_ids`."""
+    prompt, params, ends = arrival.prompt(), sampling(arrival), stop_ids(trace, arrival)
+    key = repr((prompt, params, ends, arrival.grammar))
     if key not in _TEXTS:
-        room = len(prompt) + 40
+        room, rules = len(prompt) + 40, rules_of(arrival)
         alone = Engine(model(), num_speculative_tokens=0, max_rows=1, max_model_len=room, compile=False)
-        (_TEXTS[key],) = alone.generate([prompt], params, max_new_tokens=40, stop_ids=ends)
+        (_TEXTS[key],) = alone.generate([prompt], params, max_new_tokens=40, stop_ids=ends, grammars=rules)
     return _TEXTS[key]
+
+
+def rules_of(arrival: Arrival) -> Grammar | None:
+    return None if arrival.grammar is None else grammar(arrival.grammar)
 
 
 _TEXTS: dict[str, Completion] = {}
@@ -124,7 +133,28 @@ class StopsAfter:
 
 def prepare_texts(trace: Trace) -> None:
     for arrival in trace.arrivals:
-        text(arrival.prompt(), sampling(arrival), stop_ids(trace))
+        text(trace, arrival)
+
+
+def check_invariants(engine: Engine) -> None:
+    """Of the pool, the rows and the states, between two steps; all of them private."""
+    scheduler, pool, rows = engine._scheduler, pool_of(engine), engine._launcher.rows
+    running = scheduler._running
+    held = Counter(page for request in running for page in request.pages)
+    assert held == Counter({page: n for page, n in enumerate(pool._references) if n}), "references"
+    free = [*pool._blank, *pool._reusable]
+    assert len(set(free)) == len(free) and not held.keys() & {0, *free}
+    assert len(held) + len(free) == pool.num_pages - 1, "pages are lost"
+    assert all(len(set(request.pages)) == len(request.pages) for request in running)
+    assert not any(request.has_ended for request in scheduler.requests())
+    assert len(running) <= engine.config.max_rows
+    placed = [request for request in running if request in rows._row_of]
+    places = rows.of(placed)
+    assert len(set(places)) == len(places)
+    state = rows.state
+    for request, row in zip(placed, places):
+        pages = state.block_table[row, : len(request.pages)].tolist() if state is not None else []
+        assert pages == request.pages, "a block table is not that of its request"
 
 
 @dataclass
@@ -157,6 +187,7 @@ class EngineRun:
         pages = 1 + -(-self.max_model_len // trace.page_size)
         self.model = model() if trace.poison is None else poisoned(*trace.poison)
         self.requests: dict[int, Request] = {}
+        self.arrival_of: dict[Request, Arrival] = {}
         self.watch = Watch(self._plant)
         self.engine = Engine(
             self.model,
@@ -194,12 +225,19 @@ class EngineRun:
                 if arrival.step == clock:
                     self._add(number, arrival)
                 if arrival.abort_step == clock and number in self.requests:
-                    self.requests[number].abort()
-                    self.requests[number].abort()  # again: nothing happens
+                    self.abort(self.requests[number])
+                    self.abort(self.requests[number])  # again: nothing happens
             self._step()
             clock += 1
         self._check_end()
         return self.outcome
+
+    def abort(self, request: Request) -> None:
+        request.abort()
+
+    def alone(self, arrival: Arrival) -> list[int]:
+        """The tokens of a request without limits of its own."""
+        return text(self.trace, arrival).token_ids
 
     def _add(self, number: int, arrival: Arrival) -> None:
         prompt = arrival.prompt()
@@ -208,7 +246,8 @@ class EngineRun:
             prompt,
             sampling(arrival),
             max_new_tokens=arrival.max_new_tokens + 5 * longest,  # the model's length ends it, not its own
-            stop_ids=stop_ids(self.trace),
+            stop_ids=stop_ids(self.trace, arrival),
+            grammar=rules_of(arrival),
             priority=arrival.priority,
             max_drafts=(number + 1) % (self.trace.k + 1) if self.trace.few_drafts else None,
             client=arrival.client,
@@ -216,6 +255,7 @@ class EngineRun:
         if arrival.num_until_stop is not None:
             request.reader = StopsAfter(arrival.num_until_stop)
         self.requests[number] = request
+        self.arrival_of[request] = arrival
 
     def _step(self) -> None:
         engine, pool = self.engine, pool_of(self.engine)
@@ -225,6 +265,7 @@ class EngineRun:
         for latents in caches:
             latents[blank] = torch.nan
         engine.step()
+        check_invariants(engine)
         shared = [page for page in range(engine.config.num_pages) if is_registered(pool, page)]
         for latents in caches[: len(self.model.layers)]:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
@@ -235,7 +276,7 @@ class EngineRun:
         What an n-gram drafter drafts is checked first.
         """
         for request, row in self.watch.rows(self.requests.values()):
-            known = text(request.prompt, request.params, stop_ids(self.trace)).token_ids
+            known = text(self.trace, self.arrival_of[request]).token_ids
             start = int(verified.num_cached[row]) + 1 - len(request.prompt)
             if self.trace.drafter == "ngram" and verified.active[row]:
                 so_far = [*request.prompt, *known[:start]]
@@ -263,8 +304,8 @@ class EngineRun:
         assert not self.engine.has_work(), "a request was forgotten"
 
     def _check_request(self, number: int, arrival: Arrival, request: Request) -> None:
-        completion, ends = request.completion, stop_ids(self.trace)
-        alone = text(arrival.prompt(), sampling(arrival), ends)
+        completion, ends = request.completion, stop_ids(self.trace, arrival)
+        alone = text(self.trace, arrival)
         limit = min(arrival.max_new_tokens, self.max_model_len - len(request.prompt))
         whole = next((i + 1 for i, token in enumerate(alone.token_ids[:limit]) if token in ends), limit)
         reason = "stop" if alone.token_ids[whole - 1] in ends else "length"

@@ -692,3 +692,14 @@ def test_what_a_grammar_may_cost_is_bounded_and_its_refusal_is_in_words(seed: in
 def test_a_key_that_comes_twice_in_a_schema_is_refused() -> None:
     with pytest.raises(MLAError, match="json_schema: expected a JSON schema, got the key 'type' twice"):
         Grammar.from_json_schema('{"properties": {"a": {"type": "string", "type": "integer"}}}', SMALL)
+
+
+def test_a_character_that_the_tokenizer_drops_is_a_dead_end_with_drafts_as_without() -> None:
+    """`z` is no token: llguidance encodes `za` as `a`, and allows it where it cannot consume it."""
+    a = TOKENS.index("a")
+    row = GrammarRow(Grammar.from_regex("za", SMALL), Completion(), [EOS])
+    masks = allowed_tokens({0: row}, torch.tensor([[a, a]]), vocab_size=VOCAB)[0]
+    assert masks[0].nonzero().flatten().tolist() == [a]
+    assert masks[1].nonzero().flatten().tolist() == [EOS]
+    report = row.settle(RowReport([a, EOS], False))
+    assert report.tokens == [a] and "grammar that can continue here" in str(report.error)

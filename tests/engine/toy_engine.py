@@ -40,6 +40,7 @@ class Arrival:
     abort_step: when it is aborted, or None.
     num_until_stop: the host finds a stop string as soon as it knows this many of its new tokens, or None.
     client: whom it is of.
+    grammar: the kind of its grammar, in the real engine only; see `test_grammar.grammar`.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Arrival:
     abort_step: int | None = None
     num_until_stop: int | None = None
     client: str | None = None
+    grammar: str | None = None
 
     def prompt(self) -> list[int]:
         shared, own = random.Random(99), random.Random(self.seed)

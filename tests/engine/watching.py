@@ -43,7 +43,7 @@ class Watch:
         assert self.state is not None
         tables = self.state.block_table.tolist()
         for request in requests:
-            if request.is_running and request.pages:
+            if request.is_running and request.pages and not request.has_ended:
                 last = len(request.pages) - 1
                 yield request, next(i for i, row in enumerate(tables) if row[last] == request.pages[last])
 

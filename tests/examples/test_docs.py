@@ -213,7 +213,7 @@ def is_an_extra(words: list[str], _: pytest.MonkeyPatch) -> None:
 
 
 def has_such_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark; it stops before it measures."""
+    """A benchmark or a stress command; it stops before it runs."""
 
     class ParsedError(Exception):
         pass
@@ -261,8 +261,9 @@ RULES: dict[tuple[str, ...], Rule] = {
     ("curl",): lambda words, _: None,  # tests/serving runs it
     ("python", "-m", "pytest"): is_a_test,
     **{
-        ("python", "-m", f"benchmarks.{file.stem}"): has_such_flags
-        for file in (ROOT / "benchmarks").glob("*.py")
+        ("python", "-m", f"{folder}.{file.stem}"): has_such_flags
+        for folder in ("benchmarks", "stress")
+        for file in (ROOT / folder).glob("*.py")
     },
     **{("python", str(file.relative_to(ROOT))): is_an_example for file in (ROOT / "examples").glob("*.py")},
 }

@@ -213,8 +213,9 @@ X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)
         ((X, WEIGHT, SCALE[:1]), r"first_scale: .*128 x 128.*\[2, 2\].*\[1, 2\]"),
         ((X, WEIGHT, SCALE.double()), "first_scale: .*float32.*float64"),
         ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: .*\[2, 2\].*None"),
+        ((X, WEIGHT, SCALE.tolist()), r"first_scale: expected a tensor, got \[\["),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(MLAError, match=f"^{message}"):
@@ -228,10 +229,12 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
         ({"down_scale": torch.ones(3)}, "down_scale: .*block"),
         ({"w_down": torch.zeros(8, 48, 40)}, "w_down: .*float8_e4m3fn"),
         (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: .*bfloat16"),
+        ({"row_lens": torch.ones(1, 1, dtype=torch.int32)}, "row_lens: .*1 dimensions"),
+        ({"row_lens": torch.ones(1, dtype=torch.int32), "q_len": 0}, "q_len: expected an integer >= 1, got 0"),
     ],
-    ids=range(4),
+    ids=range(6),
 )
-def test_wrong_scales_of_experts_are_named(changes: dict[str, Any], message: str) -> None:
+def test_wrong_scales_and_rows_of_experts_are_named(changes: dict[str, Any], message: str) -> None:
     names = [argument.name for argument in moe_experts_op._schema.arguments]
     given = dict(zip(names, moe_case(4, 2, shared=1, fp8=True).all_args(), strict=False))
     with pytest.raises(MLAError, match=f"^{message}"):

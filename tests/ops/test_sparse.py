@@ -12,6 +12,7 @@ from torch.library import opcheck
 from mla_compile import MLAError, mla_attention, mla_select_keys
 from mla_compile.batch import MLABatch
 from mla_compile.ops.attention import select_keys, sparse
+from mla_compile.ops.attention.select_keys import mla_decode_select
 from mla_compile.ops.attention.sparse import mla_sparse_attention
 from tests.cases import Case, make_case, relative_error
 from tests.kernel_cases import check_sparse, sparse_case
@@ -198,6 +199,10 @@ def test_what_is_wrong_is_named() -> None:
         mla_select_keys(q[:1], k[:1], weights[:1], cache, case.batch, topk=4)
     with pytest.raises(MLAError, match="topk: expected an integer >= 1"):
         mla_select_keys(q, k, weights, cache, case.batch, topk=0)
+    rows = {name: getattr(case.batch.decode, name) for name in ("block_table", "seq_lens", "q_lens", "q_len")}
+    for topk in (-1, 0, 2.5):
+        with pytest.raises(MLAError, match=r"^topk: expected an integer >= 1"):
+            mla_decode_select(q, weights, cache, **rows, topk=topk)
     with pytest.raises(MLAError, match="k: expected size 12"):
         mla_select_keys(q, k[:, :5], weights, cache, case.batch, topk=4)
     with pytest.raises(MLAError, match=r"page_size: expected that of kv_cache, 2"):

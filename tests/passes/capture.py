@@ -29,10 +29,11 @@ KINDS = {"decode": DECODE, "prefill": PREFILL, "mixed": DECODE | PREFILL}
 
 class Capture:
     """`torch.compile(model, backend=Capture())`: records every graph, runs the passes, and calls AOTAutograd
-    without Inductor, which takes a fraction of the time and still checks aliasing and metadata."""
+    without Inductor, which takes a fraction of the time and still checks aliasing and metadata; lower: another backend
+    of torch's, such as "eager"."""
 
-    def __init__(self, passes: Sequence[pipeline.Pass] = tuple(PASSES)) -> None:
-        self.passes = passes
+    def __init__(self, passes: Sequence[pipeline.Pass] = tuple(PASSES), lower: str = "aot_eager") -> None:
+        self.passes, self.lower = passes, lower
         self.before: list[fx.GraphModule] = []
         self.after: list[fx.GraphModule] = []
 
@@ -40,7 +41,7 @@ class Capture:
         self.before.append(copy_graph(gm))
         gm = pipeline.run(gm, example_inputs, self.passes)
         self.after.append(copy_graph(gm))
-        return lookup_backend("aot_eager")(gm, list(example_inputs))
+        return lookup_backend(self.lower)(gm, list(example_inputs))
 
 
 def ops(gm: fx.GraphModule) -> list[str]:

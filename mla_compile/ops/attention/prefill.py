@@ -14,7 +14,7 @@ from mla_compile.ops.dispatch import FLOATS, HALF, SOME, Candidate, at_least, by
 from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import read_latents, row_of
-from mla_compile.torch_internals import statically_known_true
+from mla_compile.torch_internals import is_fake, statically_known_true
 
 PREFILL = (
     # Expanding a key costs `2 * rank * (nope + v)` flops per head, however many tokens attend to it. Absorbed, a token
@@ -126,6 +126,8 @@ def mla_prefill(
     Raises:
         MLAError: an argument is invalid. Lengths and slots are checked on the CPU only.
     """
+    if not is_fake(kv_cache):
+        validate.Layouts().check("kv_cache", kv_cache, validate.PAGED)
     _, nope, rank = w_uk.shape
     rope = rope_width(kv_cache, rank)
     if statically_known_true(q.shape[2] - nope != rope):

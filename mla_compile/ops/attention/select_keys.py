@@ -75,6 +75,7 @@ def mla_decode_select(
     validate.query_rows("", q_len, q.shape[0], seq_lens.shape[0])
     validate.lengths("", seq_lens, block_table, index_cache)
     validate.within("q_lens", "lengths", q_lens, 0, q_len)
+    validate.whole_number("topk", topk, 1)
     return empty(q, (q.shape[0], topk), torch.int32)
 
 
@@ -110,6 +111,7 @@ def mla_prefill_select(
         MLAError: an argument is invalid. Lengths and slots are checked on the CPU only.
     """
     validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], index_cache)
+    validate.whole_number("topk", topk, 1)
     return empty(q, (q.shape[0], topk), torch.int32)
 
 

@@ -146,6 +146,9 @@ def _experts(
         sizes.floats(x=(x, "tokens, hidden"), w_down=(w_down, of_down), w_gate_up=(w_gate_up, of_gate_up))
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
     sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
+    if row_lens is not None:
+        sizes.check("row_lens", row_lens, "rows", dtype=torch.int32, like=x)
+        validate.whole_number("q_len", q_len, 1)
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
         most = f"at most {x.shape[0]} decode tokens, the tokens of x"
         raise MLAError("batch", most, f"{row_lens.shape[0]} rows of {q_len}")

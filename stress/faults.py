@@ -1,0 +1,177 @@
+"""Random traces through the real engine in which something fails: an interrupt, a cancellation, an allocation.
+
+KeyboardInterrupt, CancelledError or an exception comes before the n-th line that the engine's files run in steps, `add`
+or `abort`; or the n-th operation of torch in steps finds no memory. Reports are also late by a number that changes.
+After it each request goes on, or has ended by name. Those that ended are added again, and all tokens are then right, no
+page is lost, and every invariant of `check_invariants` holds.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_compile.engine
+from mla_compile.engine import Request
+from stress.engines import drawn_trace
+from stress.runner import Case, Draw, command
+from tests.engine.engine_traces import EngineRun, check_invariants
+from tests.engine.toy_engine import Arrival, Trace
+
+ENGINE = str(Path(mla_compile.engine.__file__).parent)
+MESSAGE = "what the test raises"
+ERRORS: tuple[Callable[[], BaseException], ...] = (
+    lambda: KeyboardInterrupt(MESSAGE),
+    lambda: asyncio.CancelledError(MESSAGE),
+    lambda: RuntimeError(MESSAGE),
+)
+
+
+class Fault:
+    """Fails once, before the n-th event while it is `armed`. where: the place that failed; None before that."""
+
+    def __init__(self, n: int, error: BaseException) -> None:
+        self.n, self.error = n, error
+        self.where: str | None = None
+
+    def happens(self, place: Callable[[], str]) -> None:
+        self.n -= 1
+        if self.n == 0:
+            self.where = place()
+            raise self.error
+
+
+class LineFault(Fault):
+    """The events are lines of the engine's files."""
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.startswith(ENGINE):
+            return None
+        if event == "line":
+            self.happens(lambda: f"{Path(file).name}:{frame.f_lineno}")
+        return self._trace
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._trace if self.where is None else before)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+class OpFault(Fault, TorchDispatchMode):
+    """The events are operations of torch."""
+
+    def __init__(self, n: int, error: BaseException) -> None:
+        TorchDispatchMode.__init__(self)
+        Fault.__init__(self, n, error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.happens(lambda: f"op {func}")
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        with self:
+            yield
+
+
+class FaultRun(EngineRun):
+    """A trace with a fault in its calls of `part`: "step", "add" or "abort"."""
+
+    def __init__(self, trace: Trace, fault: LineFault | OpFault, part: str, lags: list[int]) -> None:
+        super().__init__(trace)
+        self.fault, self.part, self.lags = fault, part, lags
+        self.num_hit = 0
+        real = {name: getattr(self.engine, name) for name in ("step", "add", "abort")}
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            with self.fault.armed():
+                return real[part](*args, **kwargs)
+
+        setattr(self.engine, part, failing)
+
+    def _add(self, number: int, arrival: Arrival) -> None:
+        try:
+            super()._add(number, arrival)
+        except BaseException as error:
+            self._is_the_fault(error)
+            super()._add(number, arrival)
+
+    def _step(self) -> None:
+        self.engine.report_lag = self.lags[self.engine.stats.num_steps % len(self.lags)]
+        try:
+            super()._step()
+        except BaseException as error:
+            self._is_the_fault(error)
+            check_invariants(self.engine)
+        waiting = set(self.engine._scheduler.requests())
+        for number, request in list(self.requests.items()):
+            if request.has_ended and MESSAGE in (request.completion.error or ""):
+                self.num_hit += 1
+                self._check_beginning(number, request)
+                self._add(number, self.trace.arrivals[number])
+            else:
+                assert request.has_ended or request in waiting, f"request {number} is lost"
+
+    def _check_beginning(self, number: int, request: Request) -> None:
+        """Of the tokens of a request that the fault ended."""
+        before = request.completion
+        alone = self.alone(self.trace.arrivals[number])
+        assert before.finish_reason == "error" and before.token_ids == alone[: len(before.token_ids)]
+
+    def abort(self, request: Request) -> None:
+        try:
+            request.abort()
+        except BaseException as error:
+            self._is_the_fault(error)
+            request.abort()
+        assert request.has_ended and request not in self.engine._scheduler.requests()
+
+    def _is_the_fault(self, error: BaseException) -> None:
+        if error is not self.fault.error:
+            raise error
+
+
+def run(draw: Draw) -> str:
+    trace = drawn_trace(draw)
+    trace = replace(trace, poison=None)
+    part = draw.choices(("step", "add", "abort"), (8, 1, 1))[0]
+    n = draw.randint(1, {"step": 3000, "add": 150, "abort": 40}[part])
+    error = draw.choice(ERRORS)()
+    fault: LineFault | OpFault = LineFault(n, error)
+    if part == "step" and draw.random() < 0.3:
+        fault = OpFault(n, torch.OutOfMemoryError(MESSAGE))
+    lags = [draw.randint(0, 2) for _ in range(draw.randint(1, 4))]
+    draw.note(part, type(fault).__name__, n, type(error).__name__, "lags", lags, trace)
+    draw.note(lambda: f"at {fault.where}")
+    ran = FaultRun(trace, fault, part, lags)
+    with torch.compiler.set_stance("force_eager"):
+        ran.run()
+    if fault.where is None:
+        return f"{part}: no such event"
+    kind = "no memory" if isinstance(fault, OpFault) else type(error).__name__
+    return f"{part}, {kind}: {'requests ended by name' if ran.num_hit else 'all went on'}"
+
+
+def make(_: argparse.Namespace) -> Case:
+    return run
+
+
+def main() -> None:
+    command("faults", make)
+
+
+if __name__ == "__main__":
+    main()

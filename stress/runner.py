@@ -1,0 +1,301 @@
+"""What all commands of this package share: numbered cases, results that accumulate, and the report of a failure.
+
+A case is a function of a `Draw`, from which it takes every choice; it returns the name of its kind. Case N draws from
+the seed N. A failure is made smaller by dropping and lowering what was drawn while the same error comes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch
+
+import mla_compile
+
+SECONDS_PER_CASE = 120
+"""A case that takes longer hangs."""
+SECONDS_PER_REDUCTION = 30
+SECONDS_BETWEEN_SAVES = 10
+
+
+class Draw(Random):
+    """Random choices of a seed, recorded; or those of a record again, and after its end always the first choice."""
+
+    def __init__(self, seed: int = 0, record: list[int] | None = None) -> None:
+        super().__init__(seed)
+        self.taken: list[int] = []
+        self._notes: list[tuple[object, ...]] = []
+        self._record = None if record is None else iter(record)
+
+    def __new__(cls, *_: object, **__: object) -> "Draw":
+        return super().__new__(cls)
+
+    def getrandbits(self, k: int, /) -> int:
+        value = super().getrandbits(k) if self._record is None else min(next(self._record, 0), 2**k - 1)
+        self.taken.append(value)
+        return value
+
+    def random(self) -> float:
+        return self.getrandbits(53) / 2**53
+
+    def note(self, *what: object) -> None:
+        """A line of the report of this case, if it fails. A function is called then."""
+        self._notes.append(what)
+
+    def notes(self) -> list[str]:
+        return [" ".join(str(part() if callable(part) else part) for part in note) for note in self._notes]
+
+
+Case = Callable[[Draw], str]
+
+
+@dataclass
+class Failure:
+    """A case that failed."""
+
+    error: str
+    draw: Draw
+    trace: str
+
+    @property
+    def kind(self) -> str:
+        """Its type, and the beginning of its message without numbers."""
+        return re.sub(r"\d[\d.e+-]*", "", self.error)[:30]
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(_: int, __: FrameType | None) -> None:
+        raise TimeoutError(f"the case takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(case: Case, draw: Draw) -> str | Failure:
+    """The kind of the case, or its failure."""
+    torch.manual_seed(0)
+    try:
+        with _limited(SECONDS_PER_CASE):
+            return case(draw)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a Rust library too
+        text = f"{type(error).__name__}: {error}"
+        return Failure(text[:2000], draw, traceback.format_exc(limit=-8))
+
+
+def reduced(case: Case, failure: Failure, seconds: float = SECONDS_PER_REDUCTION) -> Failure:
+    """The failure with the shortest record found that gives the same type of error."""
+    deadline, best, improved = time.monotonic() + seconds, failure, True
+
+    def better(record: list[int]) -> bool:
+        nonlocal best
+        found = attempt(case, Draw(record=record)) if time.monotonic() < deadline else ""
+        if not isinstance(found, Failure) or found.kind != failure.kind:
+            return False
+        taken, shortest = found.draw.taken, best.draw.taken
+        if (len(taken), taken) >= (len(shortest), shortest):
+            return False
+        best = found
+        return True
+
+    while improved and time.monotonic() < deadline:
+        improved = False
+        for size in (32, 8, 2, 1):
+            start = 0
+            while start < len(best.draw.taken):
+                taken = best.draw.taken
+                if better(taken[:start] + taken[start + size :]):
+                    improved = True
+                else:
+                    start += size
+        for i in range(len(best.draw.taken)):
+            for lower in (lambda _: 0, lambda x: x // 2, lambda x: x - 1):
+                taken = best.draw.taken
+                if i < len(taken) and taken[i] and better([*taken[:i], lower(taken[i]), *taken[i + 1 :]]):
+                    improved = True
+    return best
+
+
+def check_message(error: Exception, pattern: str) -> None:
+    """The message is one line that begins with the pattern."""
+    text = str(error)
+    assert re.match(pattern, text) and "\n" not in text, text[:300]
+
+
+def report(name: str, seed: int, failure: Failure) -> str:
+    record = ",".join(map(str, failure.draw.taken))
+    lines = [
+        f"{name}: case {seed} fails: {failure.error}",
+        *(f"  {note}" for note in failure.draw.notes()),
+        failure.trace,
+        f"again: python -m {name} --case {seed}",
+        f"smaller: python -m {name} --record {record or 0}",
+    ]
+    return "\n".join(lines)
+
+
+def environment(device: str) -> dict[str, str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "mla_compile": f"{mla_compile.__version__} {commit.stdout.strip()}".strip(),
+    }
+
+
+class Results:
+    """The ranges of seeds that ran, with their counts, in a JSON file if there is one."""
+
+    def __init__(self, name: str, path: Path | None, where: dict[str, str]) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"command": name, "ranges": []}
+        if path is not None and path.exists():
+            self.data = json.loads(path.read_text())
+            if self.data["command"] != name:
+                sys.exit(f"--output: expected results of {name}, got those of {self.data['command']}")
+        self.ranges = [one for one in self.data["ranges"] if one["device"] == where["device"]]
+        self.where = where
+
+    def begin(self, first: int) -> dict[str, Any]:
+        """The last range, if it goes on from here in the same environment; else a new one."""
+        if self.ranges and self.ranges[-1]["end"] == first and self.where.items() <= self.ranges[-1].items():
+            return self.ranges[-1]
+        started = {**self.where, "first": first, "end": first, "seconds": 0.0, "counts": {}, "failures": []}
+        self.data["ranges"].append(started)
+        self.ranges.append(started)
+        return started
+
+    def save(self) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self.path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
+            unfinished.replace(self.path)
+
+
+def run(
+    name: str,
+    case: Case,
+    *,
+    cases: int,
+    seed: int,
+    seconds: float,
+    output: Path | None,
+    device: str,
+    most: int,
+) -> int:
+    """Run the cases from `seed`, or from the end of the results, to `cases` in all; returns the number of failures.
+
+    most: it stops after this many failures.
+    """
+    results = Results(name, output, environment(device))
+    done = sum(one["end"] - one["first"] for one in results.ranges)
+    number = max((one["end"] for one in results.ranges), default=seed)
+    here = results.begin(number)
+    counts, failures = Counter(here["counts"]), 0
+    start = saved = time.monotonic()
+    before = here["seconds"]
+
+    def save() -> None:
+        here.update(
+            end=number,
+            seconds=round(before + time.monotonic() - start, 1),
+            counts=dict(sorted(counts.items())),
+        )
+        results.save()
+
+    ran = 0
+    try:
+        while done + ran < cases and failures < most and time.monotonic() - start < seconds:
+            found = attempt(case, Draw(number))
+            if isinstance(found, Failure):
+                failures += 1
+                found = reduced(case, found)
+                print(report(name, number, found), flush=True)
+                here["failures"].append(
+                    {"seed": number, "error": found.error[:300], "record": found.draw.taken}
+                )
+            else:
+                counts[found] += 1
+            number, ran = number + 1, ran + 1
+            if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+                saved = time.monotonic()
+                save()
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+    save()
+    rate = ran / max(1e-9, time.monotonic() - start)
+    state = "all" if done + ran >= cases else "the same command continues"
+    print(f"{name}: {ran} cases, {rate:.1f} a second, {failures} failed; {done + ran} of {cases}: {state}")
+    for kind, count in sorted(counts.items()):
+        print(f"  {count:>9} {kind}")
+    return failures
+
+
+def command(
+    name: str, make: Callable[[argparse.Namespace], Case], *, devices: tuple[str, ...] = ("cpu",)
+) -> None:
+    """Run the command `python -m stress.NAME`. make: its case, from the command's arguments."""
+    name = f"stress.{name}"
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--cases", type=int, default=1000, help="in all, with those of the results file")
+    parser.add_argument("--seed", type=int, default=0, help="the first case, without a results file")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument(
+        "--output", type=Path, help="the results file: rerunning continues after its last seed"
+    )
+    parser.add_argument("--case", type=int, help="run this case alone, with its notes")
+    parser.add_argument("--record", help="run the case of this record alone, as a failure's report gives it")
+    parser.add_argument("--failures", type=int, default=10, help="stop after this many")
+    parser.add_argument("--device", choices=devices, default=devices[0])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    case = make(args)
+    if args.case is not None or args.record is not None:
+        record = None if args.record is None else [int(value) for value in args.record.split(",")]
+        found = attempt(case, Draw(args.case or 0, record))
+        sys.exit(report(name, args.case or 0, found) if isinstance(found, Failure) else print(found))
+    failed = run(
+        name,
+        case,
+        cases=args.cases,
+        seed=args.seed,
+        seconds=args.seconds,
+        output=args.output,
+        device=args.device,
+        most=args.failures,
+    )
+    sys.exit(bool(failed))
