@@ -13,6 +13,7 @@ from mla_compile.ops.attention.decode_backends import check_name
 from mla_compile.passes import pipeline
 from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
 from mla_compile.torch_internals import (
+    check_torch,
     errors_passed_on,
     inductor_modes,
     inductor_options,
@@ -48,9 +49,11 @@ def mla(
 
     Raises:
         MLAError: an unknown mode, an unknown option, an object that is not a pass, a pass that fails or leaves a broken
-            graph, a decode backend that is unknown or cannot run a call of the graph.
+            graph, a decode backend that is unknown or cannot run a call of the graph, a torch without an API that
+            compiling needs.
     """
     with errors_passed_on():
+        check_torch()
         settings = resolve_settings(mode, options)
         passes, decode_backend, batch_invariant, captured = (settings.pop(name, None) for name in _OURS)
         captured = bool(captured or settings.get("triton.cudagraphs"))

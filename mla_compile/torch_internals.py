@@ -1,12 +1,14 @@
 """Every private torch API that the package uses, in one place: if a torch release breaks one, the fix is here.
 
-Used with torch 2.11, 2.13 and 2.14. Inductor is imported on first use, so that `import mla_compile` stays light.
+Inductor is imported on first use, so that `import mla_compile` stays light.
 """
 
 import functools
 import math
 import operator
 import os
+import pkgutil
+import socket
 import threading
 import types
 import weakref
@@ -22,14 +24,66 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._logging._internal import trace_structured
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils import _pytree
 
 from mla_compile.errors import MLAError
 
+WORKING_TORCH = "2.11, 2.13 and 2.14"
+"""The versions of torch that the tests ran with."""
+
+
+def _lacks(api: str) -> MLAError:
+    hint = f"this version of mla-compile works with torch {WORKING_TORCH}: install one of them"
+    return MLAError("torch", f"a version with {api}", torch.__version__, hint)
+
+
+try:
+    from torch._logging._internal import trace_structured
+    from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch.utils import _pytree
+except ImportError as error:
+    raise _lacks("trace_structured, FakeTensor, FakeTensorMode and _pytree") from error
+
+COMPILER_APIS = (
+    "torch._dynamo:config.patch",
+    "torch._dynamo:mark_static",
+    "torch._dynamo:mark_static_address",
+    "torch._dynamo:run",
+    "torch._dynamo.comptime:comptime",
+    "torch._dynamo.decorators:mark_unbacked",
+    "torch._dynamo.exc:BackendCompilerFailed",
+    "torch._dynamo.exc:ShortenTraceback",
+    "torch._dynamo.utils:compilation_time_metrics",
+    "torch._guards:TracingContext.extract_stack",
+    "torch._inductor:config",
+    "torch._inductor:list_mode_options",
+    "torch._inductor.codecache:CppPythonBindingsCodeCache",
+    "torch._inductor.compile_fx:compile_fx",
+    "torch._inductor.exc:OperatorIssue",
+    "torch._ops:HigherOrderOperator",
+    "torch._ops:OpOverload",
+    "torch._ops:OpOverloadPacket",
+    "torch.fx.experimental:_config",
+    "torch.utils._python_dispatch:_disable_current_modes",
+    "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+)
+"""The private APIs that every compile may need; `check_torch` looks for them."""
+
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch._C._distributed_c10d import TCPStore as TCPStore
+
+
+@functools.cache
+def check_torch() -> None:
+    """Look for all of `COMPILER_APIS`, so that an error comes before a compile and not within it.
+
+    Raises:
+        MLAError: the installed torch lacks one, which is named with the versions that work.
+    """
+    for name in COMPILER_APIS:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise _lacks(name.replace(":", ".")) from error
 
 
 class CompiledCall(NamedTuple):
@@ -687,10 +741,29 @@ def compile_seconds() -> float:
 
 
 def meeting_place(size: int, port: int | None = None) -> "TCPStore":
-    """The rendezvous store of `size` local processes at a port; without one, this process serves it at a new `port`."""
+    """The rendezvous store of `size` local processes at a port; without one, this process serves it at a new `port`.
+
+    Only this machine can connect: a store that opens its own socket listens on all interfaces.
+    """
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False)
+    host = "127.0.0.1"
+    if port is not None:
+        return TCPStore(host, port, size, wait_for_workers=False)
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    descriptor = listening.detach()  # the store closes it
+    return TCPStore(host, port, size, True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def keep_gloo_on_loopback() -> None:
+    """Let gloo groups made from now on listen on the loopback interface only, unless GLOO_SOCKET_IFNAME is set.
+
+    By default gloo takes the interface of the machine's name, which other machines may reach.
+    """
+    loopback = {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex())
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
 
 
 def gloo_group(name: str, timeout: timedelta, ranks: Sequence[int] = ()) -> "dist.ProcessGroup":

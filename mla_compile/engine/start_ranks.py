@@ -20,7 +20,7 @@ from mla_compile.ending import INTERRUPTED, before_end, end_now, ending_at_ctrl_
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.progress import announce_if_slow
-from mla_compile.torch_internals import meeting_place
+from mla_compile.torch_internals import keep_gloo_on_loopback, meeting_place
 
 if TYPE_CHECKING:
     from mla_compile.torch_internals import TCPStore
@@ -83,7 +83,8 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
 
 
 def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
-    """Join torch.distributed's default process group, which is initialised through a store."""
+    """Join torch.distributed's default process group of this machine, which is initialised through a store."""
+    keep_gloo_on_loopback()
     if device.type == "cuda":
         torch.cuda.set_device(rank)
         backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
