@@ -18,8 +18,6 @@ HALF_WORDS = gl.constexpr(RANK.value // 8)
 """Words of half of a token's values."""
 _WIDTH = gl.constexpr(latents.fp8_width(RANK.value, ROPE.value))
 _WORDS = gl.constexpr(latents.BLOCK // 4)
-# A thread has 16 bytes of a key at a time. As they are read from shared memory, eight threads have eight keys; as they
-# are read from memory, four threads have adjacent bytes. Either way eight threads store to different banks.
 _LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [32, 0]],
@@ -29,7 +27,7 @@ _LAYOUT = gl.constexpr(
         [TILE.value, latents.BLOCK // 4],
     )
 )
-_PE_LAYOUT = gl.constexpr(  # of the same keys
+_PE_LAYOUT = gl.constexpr(  # the same keys
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32], [32, 0]],
         [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]],
@@ -38,27 +36,8 @@ _PE_LAYOUT = gl.constexpr(  # of the same keys
         [TILE.value, ROPE.value],
     )
 )
-_WIDE_LAYOUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0], [32, 0]],
-        [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]],
-        [[4, 0], [8, 0]],
-        [],
-        [TILE.value, latents.BLOCK // 4],
-    )
-)
-_WIDE_PE_LAYOUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [16, 0], [32, 0]],
-        [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]],
-        [[4, 0], [8, 0]],
-        [],
-        [TILE.value, ROPE.value],
-    )
-)
 _COPY_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 _KEYS = gl.constexpr(gl.SliceLayout(1, _LAYOUT.value))
-_WIDE_KEYS = gl.constexpr(gl.SliceLayout(1, _WIDE_LAYOUT.value))
 _KEYS_TO_COPY = gl.constexpr(gl.SliceLayout(1, _COPY_LAYOUT.value))
 
 
@@ -91,7 +70,7 @@ def _scales(kv_cache, slot, B: gl.constexpr):
 @gluon.jit
 def _request(kv_cache, slot, B: gl.constexpr):
     """Request a block of columns, and its scales; zeros for a slot of -1."""
-    c = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, _WIDE_LAYOUT))
+    c = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, _LAYOUT))
     words = _words_of(kv_cache, slot, 4 * _WORDS * B)[:, None] + c[None, :]
     return gl.load(words, mask=(slot >= 0)[:, None], other=0), _scales(kv_cache, slot, B)
 
@@ -105,10 +84,10 @@ def _copy_values(kv_cache, slot, raw, H: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rope(kv_cache, slot, k_pe, layout: gl.constexpr):
+def _copy_rope(kv_cache, slot, k_pe):
     """Copy the tokens' rotary keys; zeros for a slot of -1."""
-    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, layout), assert_trivial=True)
+    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _PE_LAYOUT))
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, _PE_LAYOUT), assert_trivial=True)
     keys = kv_cache + slot.to(gl.int64) * _WIDTH + (_WIDTH - 2 * ROPE)
     keys = keys.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     async_copy.async_copy_global_to_shared(k_pe, keys[:, None] + p[None, :], mask=(slot >= 0)[:, None])
@@ -168,7 +147,7 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
         async_copy.wait_group(0)  # what the last piece has copied past its end
         barrier()
         if H == 1:
-            _copy_rope(kv_cache, slot, shared.raw_pe, _PE_LAYOUT)
+            _copy_rope(kv_cache, slot, shared.raw_pe)
         _copy_values(kv_cache, to_copy, raw, H)
         async_copy.commit_group()
         scales, next_scales = _scales(kv_cache, slot, 2 * H), _scales(kv_cache, slot, 2 * H + 1)
@@ -184,7 +163,7 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
             barrier()
             slot = _slots(S, pages, tile + 1, stop, _KEYS)
             if H == 1:
-                _copy_rope(kv_cache, slot, shared.raw_pe, _PE_LAYOUT)
+                _copy_rope(kv_cache, slot, shared.raw_pe)
             _copy_values(kv_cache, _slots(S, pages_to_copy, tile + 1, stop, _KEYS_TO_COPY), raw, H)
             async_copy.commit_group()
             mbarrier.wait(shared.used.index(stage), ((i // STAGES) & 1) ^ 1)
@@ -203,8 +182,8 @@ def load_half(call, S: gl.constexpr, place, shared, STAGES: gl.constexpr, H: gl.
 
 
 @gluon.jit
-def load_tiles(call, S: gl.constexpr, place, shared, W: gl.constexpr):
-    """Tile W of every two, for `wide.py`, in the order in which the buffers of its halves become free.
+def load_tiles(call, S: gl.constexpr, place, shared):
+    """All tiles, for `wide.py`, in the order in which the buffers of their halves become free.
 
     A half is loaded once all threads have copied, and one has arrived. Shared memory is full, so registers hold what is
     in flight.
@@ -217,25 +196,31 @@ def load_tiles(call, S: gl.constexpr, place, shared, W: gl.constexpr):
         row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(call, S, unit, begin, at, end, piece)
         table = inputs.block_table + row.to(gl.int64) * inputs.table_stride
         stop = gl.minimum(stored, last * TILE)
-        slot = _slots(S, _pages(S, table, first + W, stop, _WIDE_KEYS), first + W, stop, _WIDE_KEYS)
-        values, scales = _request(kv_cache, slot, 2 * W)
-        next_values, next_scales = _request(kv_cache, slot, 2 * W + 1)
-        for pair in range(first, last, 2):
-            tile = pair + W
-            pages = _pages(S, table, tile + 2, stop, _WIDE_KEYS)
+        slot_0 = _slots(S, _pages(S, table, first, stop, _KEYS), first, stop, _KEYS)
+        slot_1 = _slots(S, _pages(S, table, first + 1, stop, _KEYS), first + 1, stop, _KEYS)
+        values, scales = _request(kv_cache, slot_0, 0)
+        next_values, next_scales = _request(kv_cache, slot_0, 1)
+        for tile in range(first, last, 2):
+            pages_0 = _pages(S, table, tile + 2, stop, _KEYS)
+            pages_1 = _pages(S, table, tile + 3, stop, _KEYS)
             for h in gl.static_range(2):
-                loaded = shared.loaded.index(2 * W + (W ^ h))
-                mbarrier.wait(shared.used.index(2 * W + (W ^ h)), (i & 1) ^ 1)
-                if h == 1:  # this half stays in use longer
-                    _copy_rope(kv_cache, slot, shared.k_pe.index(W), _WIDE_PE_LAYOUT)
-                async_copy.mbarrier_arrive(loaded, increment_count=False)
-                _convert(values, scales, words.index(W), 2 * (W ^ h))
-                _convert(next_values, next_scales, words.index(W), 2 * (W ^ h) + 1)
-                if h == 1:
-                    slot = _slots(S, pages, tile + 2, stop, _WIDE_KEYS)
-                values, scales = _request(kv_cache, slot, 2 * (W ^ h ^ 1))
-                next_values, next_scales = _request(kv_cache, slot, 2 * (W ^ h ^ 1) + 1)
-                fence_async_shared()
-                barrier()
-                mbarrier.arrive(loaded, count=1)
+                for w in gl.static_range(2):
+                    loaded = shared.loaded.index(2 * w + (w ^ h))
+                    mbarrier.wait(shared.used.index(2 * w + (w ^ h)), (i & 1) ^ 1)
+                    if h == 1:  # this half stays in use longer
+                        slot = slot_0 if w == 0 else slot_1
+                        _copy_rope(kv_cache, slot, shared.k_pe.index(w))
+                    async_copy.mbarrier_arrive(loaded, increment_count=False)
+                    _convert(values, scales, words.index(w), 2 * (w ^ h))
+                    _convert(next_values, next_scales, words.index(w), 2 * (w ^ h) + 1)
+                    fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(loaded, count=1)
+                    if w == 1 and h == 1:
+                        slot_0 = _slots(S, pages_0, tile + 2, stop, _KEYS)
+                        slot_1 = _slots(S, pages_1, tile + 3, stop, _KEYS)
+                    # the halves in their order: of tiles 0, 1, 0, 1 those 0, 1, 1, 0
+                    slot = slot_1 if w == 0 else slot_0
+                    values, scales = _request(kv_cache, slot, 2 * (1 ^ h))
+                    next_values, next_scales = _request(kv_cache, slot, 2 * (1 ^ h) + 1)
             i += 1

@@ -146,9 +146,7 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
     unit, begin, at, end, piece = place
     inputs = call.inputs
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    # With 512 threads instructions of 256 columns would have too few registers.
-    N: gl.constexpr = QUARTER if inputs.kv_cache.dtype.element_ty == gl.uint8 else HALF
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -333,13 +331,12 @@ def wide_kernel(
     if FP8:
         gl.warp_specialize(
             [
-                (load_tiles, (call, S, place, shared, 0)),
+                (load_tiles, (call, S, place, shared)),
                 (_attend, (call, S, place, shared, 0)),
                 (_attend, (call, S, place, shared, 1)),
-                (load_tiles, (call, S, place, shared, 1)),
             ],
-            [4, 4, 4],
-            [200, 200, 56],
+            [4, 4],
+            [208, 208],
         )
     else:
         gl.warp_specialize(
