@@ -198,6 +198,14 @@ class Results:
         self.ranges.append(started)
         return started
 
+    def repeat_failures(self, case: Case) -> None:
+        """Run the cases that failed again, and note with which version they pass."""
+        for failure in [
+            failure for one in self.ranges for failure in one["failures"] if "mended" not in failure
+        ]:
+            if not isinstance(attempt(case, Draw(failure["seed"])), Failure):
+                failure["mended"] = self.where["mla_compile"]
+
     def save(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,6 +231,7 @@ def run(
     """
     results = Results(name, output, environment(device))
     done = sum(one["end"] - one["first"] for one in results.ranges)
+    results.repeat_failures(case)
     number = max((one["end"] for one in results.ranges), default=seed)
     here = results.begin(number)
     counts, failures = Counter(here["counts"]), 0
