@@ -192,7 +192,8 @@ class Results:
     def begin(self, first: int) -> dict[str, Any]:
         """The last range, if it goes on from here in the same environment; else a new one."""
         if self.ranges and self.ranges[-1]["end"] == first and self.where.items() <= self.ranges[-1].items():
-            return self.ranges[-1]
+            last: dict[str, Any] = self.ranges[-1]
+            return last
         started = {**self.where, "first": first, "end": first, "seconds": 0.0, "counts": {}, "failures": []}
         self.data["ranges"].append(started)
         self.ranges.append(started)
