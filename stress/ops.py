@@ -121,13 +121,13 @@ def candidates(call: Call, args: Args, device: str, draw: Draw) -> list[tuple[st
 @contextmanager
 def chosen(op: str, candidate: Any) -> Iterator[None]:
     """Calls of the op run this candidate; None leaves the choice."""
-    serving: Any = library.serving
+    serving = library.serving
     if candidate is not None:
-        library.serving = lambda name, args: candidate if name == op else serving(name, args)
+        setattr(library, "serving", lambda name, args: candidate if name == op else serving(name, args))  # noqa: B010
     try:
         yield
     finally:
-        library.serving = serving
+        setattr(library, "serving", serving)  # noqa: B010
 
 
 def run(draw: Draw, device: str) -> str:

@@ -29,7 +29,8 @@ from tests.passes.test_absorb_random import check as check_form
 
 torch._dynamo.config.recompile_limit = 64
 WITHOUT_KERNELS = [
-    partial(p, require_kernel=False) if "require_kernel" in signature(p).parameters else p for p in PASSES
+    partial(p, **{"require_kernel": False}) if "require_kernel" in signature(p).parameters else p
+    for p in PASSES
 ]
 """All passes; they also act where the op that they insert has no kernel, as on a CPU."""
 
