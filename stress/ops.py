@@ -20,8 +20,7 @@ from torch import Tensor
 import mla_compile.passes.pipeline  # noqa: F401 - it imports the ops that passes alone emit
 from mla_compile import MLAError, mla_decode
 from mla_compile.ops import library
-from mla_compile.ops.attention.decode import decode_call
-from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, decode_call
 from mla_compile.ops.attention.operands import DecodeOperands
 from stress.runner import Case, Draw, command
 from tests.kernel_cases import TOLERANCE
@@ -106,15 +105,14 @@ def is_named(error: BaseException, args: Args) -> bool:
 
 def candidates(call: Call, args: Args, device: str, draw: Draw) -> list[tuple[str, Any, Args]]:
     """What runs a valid call: on a GPU all candidates that serve it, on a CPU one of them."""
+    found: list[tuple[str, Any, Args]] = []
     if call.function is mla_decode:
         given = DecodeOperands(*(args[name] for name in DecodeOperands._fields))
         facts = decode_call(given, captured=False, batch_invariant=args["batch_invariant"])
         found = [(b.name, None, {"backend": b.name}) for b in DECODE_BACKENDS if b.why_not(facts) is None]
-    else:
-        names = inspect.signature(call.function).parameters
-        values = [args.get(name) for name in names]
-        facts = library.call_of(call.name, values) if call.name in library.tables else None
-        table = library.tables.get(call.name, ()) if facts is not None else ()
+    elif table := library.tables.get(call.name):
+        values = [args.get(name) for name in inspect.signature(call.function).parameters]
+        facts = library.call_of(call.name, values)
         found = [(c.name, c, {}) for c in table if c.why_not(facts) is None]
     found = found or [("", None, {})]
     return found if device == "cuda" else [draw.choice(found)]
@@ -125,11 +123,11 @@ def chosen(op: str, candidate: Any) -> Iterator[None]:
     """Calls of the op run this candidate; None leaves the choice."""
     serving = library.serving
     if candidate is not None:
-        library.serving = lambda name, args: candidate if name == op else serving(name, args)
+        setattr(library, "serving", lambda name, args: candidate if name == op else serving(name, args))  # noqa: B010
     try:
         yield
     finally:
-        library.serving = serving
+        setattr(library, "serving", serving)  # noqa: B010
 
 
 def run(draw: Draw, device: str) -> str:

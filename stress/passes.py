@@ -8,7 +8,6 @@ one program of 100. Results, inputs and buffers are compared.
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -22,15 +21,13 @@ from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.torch_internals import know_least_sizes
 from stress.runner import Case, Draw, command
-from tests.passes.capture import make_inputs
+from tests.passes.capture import make_inputs, without_kernels
 from tests.passes.random_programs import STEPS, Program
 from tests.passes.test_absorb_random import CHANGES, Form
 from tests.passes.test_absorb_random import check as check_form
 
 torch._dynamo.config.recompile_limit = 64
-WITHOUT_KERNELS = [
-    partial(p, require_kernel=False) if "require_kernel" in signature(p).parameters else p for p in PASSES
-]
+WITHOUT_KERNELS = without_kernels(*(p for p in PASSES if "require_kernel" in signature(p).parameters))
 """All passes; they also act where the op that they insert has no kernel, as on a CPU."""
 
 

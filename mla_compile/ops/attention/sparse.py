@@ -104,8 +104,8 @@ def sparse_torch(
 ) -> Tensor:
     """`mla_sparse_attention` in plain torch, for every device and dtype; kernels must agree with it."""
     (tokens, heads, rank), topk = q_latent.shape, selected.shape[1]
-    if tokens * heads * topk == 0:
-        return torch.zeros_like(q_latent)
+    if tokens * heads * topk * kv_cache.numel() == 0:
+        return torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
     flat = kv_cache.reshape(-1, kv_cache.shape[2])
     step = max(1, _WORKSPACE // (topk * flat.shape[1]))
     outs = []
