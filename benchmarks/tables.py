@@ -998,6 +998,16 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def matrix() -> str:
+    """The outcome of each combination of versions."""
+    rows = result("matrix")["rows"]
+    header = ["Python", "torch", "transformers", "tests"]
+    return table(
+        header,
+        ([row["python"], row.get("build", row["torch"]), row["transformers"], row["result"]] for row in rows),
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "families": families,
@@ -1005,6 +1015,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "fp8_step": fp8_step,
     "eagle3_step": eagle3_step,
     **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
+    "matrix": matrix,
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,
