@@ -27,8 +27,8 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-gpu test-newest test-server test-parallel test-ray load test-all lint format docs hooks \
-	clean
+.PHONY: help demo test test-long test-gpu test-newest test-server test-parallel test-ray load test-all matrix lint format \
+	docs audit release-check hooks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,9 @@ test-ray: $(VENV)/.ray ## run the tests of replicas and of Ray Data, with Ray (i
 test-all: $(VENV)/.dev ## run every test that this machine can run
 	@$(PYTEST) $(ARGS)
 
+matrix: $(VENV)/.created ## run a few tests with each Python, torch and transformers, each installed apart: ARGS="--torch 2.13.0"
+	@$(RUN) -m tests.matrix $(ARGS)
+
 lint: $(VENV)/.dev ## check style and types (ruff, mypy --strict)
 	@$(RUN) -m ruff check $(CODE)
 	@$(RUN) -m ruff format --check $(CODE)
@@ -78,11 +81,19 @@ docs: $(VENV)/.docs ## build the documentation in site/, every warning an error;
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 	@echo "open site/index.html"
 
+# Not in .ci/run: it asks the advisory service of PyPI, which CI cannot reach.
+audit: $(VENV)/.release ## look for known vulnerabilities of the pinned versions and of all that is installed (network)
+	@$(RUN) -m pip_audit --requirement $(CONSTRAINTS) --no-deps --disable-pip $(ARGS)
+	@$(RUN) -m pip_audit --skip-editable $(ARGS)
+
+release-check: $(VENV)/.release ## build the wheel and the sdist, and run the demo from each in a new environment, offline
+	@$(RUN) -m tests.release
+
 hooks: $(VENV)/.dev ## check each commit with pre-commit from now on
 	@$(RUN) -m pre_commit install
 
 clean: ## delete the environment and everything else that can be made again
-	rm -rf $(VENV) $(NEWEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) .venv-matrix build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment: empty files in .venv say what is installed, so that a second call is instant
@@ -114,6 +125,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@$(PIP) -e '.[dev]'
 	@$(PIP) --no-deps speculators # its heads are a reference; what it depends on trains them
 	@touch $(VENV)/.runtime $@
+
+$(VENV)/.release: pyproject.toml $(VENV)/.runtime
+	@echo "installing what builds and audits a release: a quarter of a minute ..."
+	@$(PIP) -e '.[release]'
+	@touch $@
 
 $(VENV)/.ray: pyproject.toml $(VENV)/.dev
 	@echo "installing Ray: a minute ..."

@@ -1107,6 +1107,16 @@ def stress() -> str:
     return table(["command", "device", "torch", "cases", "failed"], rows)
 
 
+def matrix() -> str:
+    """The outcome of each combination of versions."""
+    rows = result("matrix")["rows"]
+    header = ["Python", "torch", "transformers", "tests"]
+    return table(
+        header,
+        ([row["python"], row.get("build", row["torch"]), row["transformers"], row["result"]] for row in rows),
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "stress": stress,
@@ -1115,6 +1125,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "fp8_step": fp8_step,
     "eagle3_step": eagle3_step,
     **({"peers": peers, "peers.ratios": peers_ratios} if (RESULTS / "peers.json").exists() else {}),
+    **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
+    "matrix": matrix,
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,

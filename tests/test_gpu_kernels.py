@@ -453,7 +453,7 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
 ) -> None:
     case, padded = many_experts(tokens, dtype), many_experts(tokens, dtype)
     row_lens, q_len, _ = padding(padded, 4, [4] * 8)
-    assert is_triton("moe_experts", *case.args(), None, 1, False)
+    assert choose("moe_experts", (*case.args(), None, 1, False)).chosen.name in ("triton", "rounded")
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return moe_experts_op(*case.args()), moe_experts_op(*padded.args(), row_lens, q_len)

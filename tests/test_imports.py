@@ -4,6 +4,7 @@ import ast
 import copy
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_the_package_looks_as_if_it_had_imported_everything():
     assert not hasattr(mla_compile, "no_such_name")
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         exec("from mla_compile import no_such_name")
+
+
+def test_the_version_is_that_of_the_changelogs_top_section():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    top = re.search(r"^## (\S+) - (unreleased|\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    assert top is not None and top[1] == mla_compile.__version__
 
 
 def test_what_it_exports_can_be_pickled():

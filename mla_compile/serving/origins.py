@@ -1,5 +1,6 @@
 """Checks of `Host` and `Origin`: web pages in a user's browser can reach servers on localhost, too."""
 
+import logging
 import re
 from dataclasses import replace
 from ipaddress import ip_address
@@ -12,6 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mla_compile.serving.failures import Failure
 from mla_compile.serving.settings import ServerSettings
+
+log = logging.getLogger(__name__)
 
 _PROBES = ("/health", "/ready")
 """Not checked: load balancers use addresses, and the responses reveal nothing to a page."""
@@ -33,6 +36,15 @@ def listening_at(host: str, settings: ServerSettings) -> ServerSettings:
         if is_loopback(host)
         else settings
     )
+
+
+def warn_if_open(host: str, settings: ServerSettings) -> None:
+    """Log that a server takes requests of other machines without a key."""
+    if not settings.api_keys and not is_loopback(host):
+        log.warning(
+            "no API key: whatever reaches %s may use the server; set MLA_COMPILE_API_KEY or --api-key-file",
+            host,
+        )
 
 
 def checks(settings: ServerSettings) -> list[Middleware]:

@@ -14,7 +14,7 @@ import uvicorn
 
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
-from mla_compile.serving.origins import listening_at
+from mla_compile.serving.origins import listening_at, warn_if_open
 from mla_compile.serving.protocol import BoundedHttp
 from mla_compile.serving.settings import ServerSettings
 
@@ -120,6 +120,7 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mla_compile.serving").setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every invalid HTTP request
+    warn_if_open(host, settings)
     config = uvicorn.Config(
         app,
         host=host,

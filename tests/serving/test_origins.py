@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from benchmarks.http_client import metrics
 from mla_compile.errors import MLAError
 from mla_compile.serving.messages import Update
-from mla_compile.serving.origins import is_loopback, listening_at
+from mla_compile.serving.origins import is_loopback, listening_at, warn_if_open
 from mla_compile.serving.server import _Printable
 from mla_compile.serving.settings import ServerSettings
 from tests.serving.browser import CHROMIUM, chromium
@@ -62,6 +62,19 @@ def test_only_this_machine_is_loopback() -> None:
         assert is_loopback(address) == address.startswith("127.")
     assert is_loopback("::1") and is_loopback("localhost")
     assert not any(map(is_loopback, ["::", "0.0.0.0", "127.evil.example", "127", "", "example.com"]))
+
+
+@pytest.mark.parametrize(("host", "keys", "warns"), [
+    ("0.0.0.0", (), True), ("192.0.2.1", (), True), ("0.0.0.0", ("secret",), False), ("127.0.0.1", (), False),
+    ("localhost", (), False),
+])  # fmt: skip
+def test_a_server_that_other_machines_reach_without_a_key_says_so(
+    host: str, keys: tuple[str, ...], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_open(host, ServerSettings(api_keys=keys))
+    assert [f"no API key: whatever reaches {host}" in record.message for record in caplog.records] == [
+        True
+    ] * warns
 
 
 def test_a_server_on_this_machine_answers_to_its_names_only() -> None:

@@ -35,7 +35,7 @@ from mla_compile.engine.config import check_positive
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.failures import Busy, Failure
-from mla_compile.serving.origins import listening_at
+from mla_compile.serving.origins import listening_at, warn_if_open
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.serving.streams import Bodies, ClientGone
 
@@ -336,6 +336,7 @@ def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: 
     create_app(settings)  # checks the settings here, not in each replica
     ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     _log_to_stderr()
+    warn_if_open(host, settings)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would abort
     try:
         serve.start(http_options={"host": host, "port": port})

@@ -180,7 +180,9 @@ def _check_config(config: GenerationConfig) -> None:
             raise MLAError(name, expected, value, f"remove it, {UNDO}")
 
 
-_KNOWN_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_CACHES = ("past_key_values", "cache")
+"""A cache's name until transformers 5.23, and from 5.24 on."""
+_KNOWN_KWARGS = {"attention_mask", "position_ids", *_CACHES, "use_cache", "logits_to_keep"}
 
 
 def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
@@ -188,10 +190,11 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
         given = bool(value) if isinstance(value, dict) else value is not None
         if name not in _KNOWN_KWARGS and given:
             raise MLAError(name, "only token ids and their mask", type(value).__name__, UNDO)
-    cache = model_kwargs.get("past_key_values")
-    # `generate` makes an empty one, which is not used.
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise MLAError("past_key_values", "None, as the latents are in pages", type(cache).__name__, UNDO)
+    for name in _CACHES:
+        cache = model_kwargs.get(name)
+        # `generate` makes an empty one, which is not used.
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+            raise MLAError(name, "None, as the latents are in pages", type(cache).__name__, UNDO)
 
 
 def _check_processor(processor: object) -> None:
