@@ -27,7 +27,7 @@ def test_every_part_stands_on_a_page_and_the_readme_has_the_four_figures() -> No
     readme, *docs = (page.read_text(encoding="utf-8") for page in tables.pages())
     placed = set(re.findall(r"<!-- filled: ([\w.]+) -->", readme + "".join(docs)))
     assert placed == tables.PARTS.keys()
-    assert len(readme.splitlines()) <= 200
+    assert len(readme.splitlines()) <= 220
     rows = [line for line in tables.figures().splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 4 and all(row in readme.splitlines()[:25] for row in rows)
 
