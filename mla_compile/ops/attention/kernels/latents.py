@@ -36,13 +36,23 @@ def load_latents(token, live, dtype: tl.constexpr, RANK: tl.constexpr, ROPE: tl.
     c = tl.arange(0, padded(RANK))[None, :]
     p = tl.arange(0, padded(ROPE))[None, :]
     live = live[:, None]
-    k = tl.load(token + c, mask=live & (c < RANK), other=0)
-    k_pe = tl.load(rotary_of(token, RANK) + p, mask=live & (p < ROPE), other=0.0)
+    at_c = token + c
+    at_p = rotary_of(token, RANK) + p
+    if token.dtype.element_ty == tl.uint8:
+        # Triton 3.6 takes every token's bytes to be as aligned as those of the first one of 16 in a page.
+        BYTES: tl.constexpr = RANK + RANK // _BLOCK * 4 + 2 * ROPE
+        ALIGNED: tl.constexpr = (BYTES | 16) & -(BYTES | 16)
+        at_c = tl.multiple_of(at_c, [ALIGNED, ALIGNED])
+        at_p = tl.multiple_of(at_p, [ALIGNED, ALIGNED])
+    k = tl.load(at_c, mask=live & (c < RANK), other=0)
+    k_pe = tl.load(at_p, mask=live & (p < ROPE), other=0.0)
     if token.dtype.element_ty == tl.uint8:
         BLOCKS: tl.constexpr = padded(RANK) // _BLOCK
         block = tl.arange(0, BLOCKS)[None, :]
-        at = (token + RANK).to(tl.pointer_type(tl.float32), bitcast=True)
-        scale = tl.load(at + block, mask=live & (block < RANK // _BLOCK), other=0.0)
+        at = (token + RANK).to(tl.pointer_type(tl.float32), bitcast=True) + block
+        scale = tl.load(
+            tl.multiple_of(at, [ALIGNED, ALIGNED]), mask=live & (block < RANK // _BLOCK), other=0.0
+        )
         k = k.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         k = tl.reshape(k, [k.shape[0], BLOCKS, _BLOCK]) * scale[:, :, None]
         return tl.reshape(k, [k.shape[0], BLOCKS * _BLOCK]).to(dtype), k_pe.to(dtype)
