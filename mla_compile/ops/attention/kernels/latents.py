@@ -38,10 +38,10 @@ def load_latents(token, live, dtype: tl.constexpr, RANK: tl.constexpr, ROPE: tl.
     live = live[:, None]
     at_c = token + c
     at_p = rotary_of(token, RANK) + p
+    # Triton 3.6 takes every token's bytes to be as aligned as those of the first one of 16 in a page.
+    BYTES: tl.constexpr = RANK + RANK // _BLOCK * 4 + 2 * ROPE  # of FP8 latents
+    ALIGNED: tl.constexpr = (BYTES | 16) & -(BYTES | 16)
     if token.dtype.element_ty == tl.uint8:
-        # Triton 3.6 takes every token's bytes to be as aligned as those of the first one of 16 in a page.
-        BYTES: tl.constexpr = RANK + RANK // _BLOCK * 4 + 2 * ROPE
-        ALIGNED: tl.constexpr = (BYTES | 16) & -(BYTES | 16)
         at_c = tl.multiple_of(at_c, [ALIGNED, ALIGNED])
         at_p = tl.multiple_of(at_p, [ALIGNED, ALIGNED])
     k = tl.load(at_c, mask=live & (c < RANK), other=0)
