@@ -18,6 +18,7 @@ from mla_compile.ops.adjacent import lies_before
 from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.dispatch import Candidate, first_serves
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_ROUNDED_PAIRS
 from mla_compile.ops.library import choose, tables
 from tests.cases import make_case
 from tests.kernel_cases import (
@@ -103,6 +104,13 @@ def runs(x: Tensor) -> bool:
 
 def is_few(x: Tensor) -> bool:
     return len(x) <= 2 and x.dtype in HALF
+
+
+def are_many(x: Tensor, _: Tensor, topk_ids: Tensor, __: Tensor, w_down: Tensor, *___: Any) -> bool:
+    pairs = topk_ids.numel()
+    return (
+        x.dtype == torch.bfloat16 and pairs > MAX_UNSORTED_PAIRS and pairs // len(w_down) >= MIN_ROUNDED_PAIRS
+    )
 
 
 KERNEL_SERVES: dict[str, Callable[..., bool]] = {
@@ -202,6 +210,8 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         many = op == "moe_router" and len(args[0]) > 32
         kernel = "product" if many else "gemv" if op == "moe_experts" and is_few(args[0]) else "triton"
         kernel = "blocks" if op == "fused_linear" and len(args[0]) > 2 else kernel
+        if op == "moe_experts" and is_new and machine >= (8, 9) and are_many(*args):
+            kernel = "rounded"
         assert selection.chosen.name == (kernel if expected else "reference"), f"seed {seed}"
         names = [candidate.name for candidate in tables[op]]
         assert [name for name, _ in selection.rejected] == names[: names.index(selection.chosen.name)]
@@ -431,7 +441,9 @@ def test_a_batch_invariant_candidate_serves_every_call_that_asks_for_one_and_no_
             chosen = choose(op, (*args, True)).chosen
             assert library.serving(op, (*args, True)) is chosen and chosen.batch_invariant
             ordinary = choose(op, (*args, False)).chosen
-            asked = {"reference": "by_token", "gemv": "triton"}.get(ordinary.name, ordinary.name)
+            asked = {"reference": "by_token", "gemv": "triton", "rounded": "triton"}.get(
+                ordinary.name, ordinary.name
+            )
             assert chosen.name == asked, f"seed {seed}"
 
 
