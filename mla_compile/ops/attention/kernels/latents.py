@@ -36,28 +36,25 @@ def load_latents(token, live, dtype: tl.constexpr, RANK: tl.constexpr, ROPE: tl.
     c = tl.arange(0, padded(RANK))[None, :]
     p = tl.arange(0, padded(ROPE))[None, :]
     live = live[:, None]
-    at_c = token + c
-    at_p = rotary_of(token, RANK) + p
-    # Triton 3.6 takes every token's bytes to be as aligned as those of the first one of 16 in a page.
-    BYTES: tl.constexpr = RANK + RANK // _BLOCK * 4 + 2 * ROPE  # of FP8 latents
-    ALIGNED: tl.constexpr = (BYTES | 16) & -(BYTES | 16)
     if token.dtype.element_ty == tl.uint8:
-        at_c = tl.multiple_of(at_c, [ALIGNED, ALIGNED])
-        at_p = tl.multiple_of(at_p, [ALIGNED, ALIGNED])
-    k = tl.load(at_c, mask=live & (c < RANK), other=0)
-    k_pe = tl.load(at_p, mask=live & (p < ROPE), other=0.0)
-    if token.dtype.element_ty == tl.uint8:
+        # Triton 3.6 takes every token's bytes to be as aligned as those of the first one of 16 in a page.
+        BYTES: tl.constexpr = RANK + RANK // _BLOCK * 4 + 2 * ROPE
+        ALIGNED: tl.constexpr = (BYTES | 16) & -(BYTES | 16)
+        at = tl.multiple_of(token + c, [ALIGNED, ALIGNED])
+        k = tl.load(at, mask=live & (c < RANK), other=0)
+        at = tl.multiple_of(rotary_of(token, RANK) + p, [ALIGNED, ALIGNED])
+        k_pe = tl.load(at, mask=live & (p < ROPE), other=0.0)
         BLOCKS: tl.constexpr = padded(RANK) // _BLOCK
         block = tl.arange(0, BLOCKS)[None, :]
         at = (token + RANK).to(tl.pointer_type(tl.float32), bitcast=True) + block
-        scale = tl.load(
-            tl.multiple_of(at, [ALIGNED, ALIGNED]), mask=live & (block < RANK // _BLOCK), other=0.0
-        )
+        at = tl.multiple_of(at, [ALIGNED, ALIGNED])
+        scale = tl.load(at, mask=live & (block < RANK // _BLOCK), other=0.0)
         k = k.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         k = tl.reshape(k, [k.shape[0], BLOCKS, _BLOCK]) * scale[:, :, None]
         return tl.reshape(k, [k.shape[0], BLOCKS * _BLOCK]).to(dtype), k_pe.to(dtype)
     else:
-        return k, k_pe
+        k = tl.load(token + c, mask=live & (c < RANK), other=0)
+        return k, tl.load(token + RANK + p, mask=live & (p < ROPE), other=0.0)
 
 
 @triton.jit
