@@ -57,7 +57,7 @@ def write_config(folder: Path, settings: dict[str, Any], weights: Weights) -> No
 
 
 def cache_bytes(folder: Path, rows: int, max_len: int) -> int:
-    """The cache of so many texts, the MTP layer's included. folder: of `write_config`."""
+    """The cache of `rows` texts of `max_len` tokens, the MTP layer's included. folder: of `write_config`."""
     config = json.loads((folder / "config.json").read_text())
     per_token = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * (config["num_hidden_layers"] + 1)
     return int(per_token * (rows + 1) * (max_len + 128))

@@ -54,7 +54,7 @@ def load_latents(token, live, dtype: tl.constexpr, RANK: tl.constexpr, ROPE: tl.
         return tl.reshape(k, [k.shape[0], BLOCKS * _BLOCK]).to(dtype), k_pe.to(dtype)
     else:
         k = tl.load(token + c, mask=live & (c < RANK), other=0)
-        return k, tl.load(token + RANK + p, mask=live & (p < ROPE), other=0.0)
+        return k, tl.load(rotary_of(token, RANK) + p, mask=live & (p < ROPE), other=0.0)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Selection of keys in three launches: the scores of all keys, lists of long rows, and the choice of the highest.
 
-Both read lengths on the device. What they read and compute follows from a row's own length, whatever the table's width.
+All three read lengths on the device. What they read and compute follows from a row's own length, whatever the table's
+width.
 """
 
 from typing import NamedTuple
