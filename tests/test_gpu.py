@@ -461,21 +461,25 @@ def wide_model() -> MLAForCausalLM:
     return model.to("cuda", torch.bfloat16)
 
 
-def test_flash_mla_plans_once_a_step_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_mla_serves_steps_of_many_query_rows_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiled step: its graph for 8 rows has FlashMLA's plan, those for fewer rows do not."""
     pytest.importorskip("flash_mla")
+    from mla_compile.ops.attention import decode_backends
     from mla_compile.ops.attention.kernels import flash_mla
 
+    monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 8 * 3 * 16)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3 * 16)
     planner, plans = flash_mla.PLANNER, []
 
     def plan(operands: DecodeOperands, place: int) -> list[torch.Tensor]:
-        plans.append(place)
+        plans.append(len(operands.seq_lens))
         return planner.plan(operands, place)
 
     monkeypatch.setattr(flash_mla, "PLANNER", planner._replace(plan=plan))
     model = wide_model()
     prompts = [[1, 2, 3, 4, 5 + i][: 1 + i % 5] for i in range(8)]
     found = []
-    for backend in ("flash_mla", "gluon"):
+    for backend in (None, "gluon"):
         engine = Engine(
             model,
             num_speculative_tokens=2,
@@ -487,7 +491,7 @@ def test_flash_mla_plans_once_a_step_for_all_layers(monkeypatch: pytest.MonkeyPa
         engine.warm_up(prompts=False)
         found.append(engine.generate(prompts, max_new_tokens=8))
         assert any(bucket.is_captured for bucket in engine.capture_report().buckets)
-    assert plans
+    assert set(plans) == {8}
     agreeing = sum(a == b for x, y in zip(*found) for a, b in zip(x.token_ids, y.token_ids))
     assert agreeing >= 8 * 4, "near-ties may flip in bfloat16"
 

@@ -270,6 +270,30 @@ def test_flash_mla_hides_keys_about_the_borders_of_pages_and_splits(
         check_decode(scaled, subject.run(scaled))
 
 
+@pytest.mark.parametrize("longest", [60, 1100])
+def test_flash_mla_reads_this_calls_queries_in_calls_back_to_back(longest: int) -> None:
+    """FlashMLA's kernel may start before the previous kernel ends, and does not wait for it."""
+    subject = on_the_gpu(BACKENDS["flash_mla"])
+    draw = random.Random(longest)
+    for rows in (8, 32, 128):
+        lengths = [draw.randint(4, longest) for _ in range(rows)]
+        case = subject.case(lengths, heads=20, q_len=4)
+        layers = [
+            replace(case, q_latent=case.q_latent.roll(i, 1), q_pe=case.q_pe.roll(i, 1)) for i in range(6)
+        ]
+        operands = [layer.operands() for layer in layers]
+        graph = torch.cuda.CUDAGraph()
+        subject.run(case)
+        with torch.cuda.graph(graph):
+            plan = subject.backend.plan(operands[0], 0)
+            found = [subject.backend.run(of, plan) for of in operands]
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        for layer, result in zip(layers, found, strict=True):
+            check_decode(layer, result)
+
+
 @pytest.mark.parametrize("heads", [1, 16, 20, 128])
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_sizes_of_flash_mlas_plan_follow_from_sizes_of_the_call(heads: int, q_len: int) -> None:

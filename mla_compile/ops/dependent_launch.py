@@ -2,7 +2,8 @@
 
 Between two kernels of a CUDA graph a GPU otherwise drains and fills: about a microsecond, as long as many of a decode
 step's kernels run. A kernel that starts early may prefetch weights to the L2 cache before it waits. It reads them after
-the wait, so it sees the last writes. Other kernels are launched as usual; an early kernel may stand between any two.
+the wait, so it sees the last writes. Our other kernels are launched as usual; an early kernel may stand between any two
+of them. Kernels of other packages may start early and not wait: see `kernels/flash_mla.py`.
 """
 
 import triton

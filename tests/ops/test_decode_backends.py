@@ -27,7 +27,7 @@ from mla_compile.ops.dispatch import Call
 from tests.cases import make_case
 from tests.kernel_cases import BACKENDS, check_decode, decode_case
 
-FLASHINFER, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, FLASH_MLA, REFERENCE, BY_TOKEN = DECODE_BACKENDS
+FLASHINFER, FLASH_MLA, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
 
 GLM = Call(
     device_type="cuda",
@@ -133,9 +133,10 @@ def test_what_is_not_known_of_a_call_is_no_reason() -> None:
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
     *rejected, chosen = select_backend(GLM).explain().splitlines()
     assert f"flashinfer: {HOST_WORK}" in rejected
+    assert "flash_mla: supports query rows many, got few" in rejected
     assert chosen == "gluon: chosen (loading and computing warps, for Hopper)"
-    assert select_backend(glm(**MANY)).chosen is select_backend(of_any_size(GLM)).chosen is GLUON
-    assert select_backend(glm(**MANY, dtype=torch.float16)).chosen is TRITON, "FlashMLA serves by name alone"
+    assert select_backend(glm(**MANY)).chosen is select_backend(of_any_size(GLM)).chosen is FLASH_MLA
+    assert select_backend(glm(**MANY, page_size=16)).chosen is GLUON
     assert select_backend(glm(**MANY, batch_invariant=True)).chosen is GLUON_INVARIANT
     assert select_backend(glm(capability=(10, 0))).chosen is TRITON
     assert select_backend(glm(kv_lora_rank=256, qk_rope_head_dim=32)).chosen is TRITON

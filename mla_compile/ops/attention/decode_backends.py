@@ -140,23 +140,6 @@ DECODE_BACKENDS = (
             "qk_rope_head_dim": range(64, 65),
         },
     ),
-    _GLUON,
-    replace(
-        _GLUON,
-        name="gluon_invariant",
-        description="the kernels for Hopper over splits that follow from a key's place",
-        function="mla_compile.ops.attention.kernels.gluon.decode:decode_gluon_invariant",
-        batch_invariant=True,
-    ),
-    _TRITON,
-    replace(
-        _TRITON,
-        name="triton_invariant",
-        description="the portable kernel over splits that follow from a key's place",
-        function="mla_compile.ops.attention.kernels.decode:decode_triton_invariant",
-        batch_invariant=True,
-    ),
-    # Behind those that serve all its calls, so by name alone: in an engine, 32 rows with 3 drafts had NaN logits.
     DecodeBackend(
         name="flash_mla",
         description="FlashMLA's kernels for Hopper, planned on the device",
@@ -174,6 +157,22 @@ DECODE_BACKENDS = (
             "page_size": range(64, 65),
             QUERY_ROWS: ("many",),
         },
+    ),
+    _GLUON,
+    replace(
+        _GLUON,
+        name="gluon_invariant",
+        description="the kernels for Hopper over splits that follow from a key's place",
+        function="mla_compile.ops.attention.kernels.gluon.decode:decode_gluon_invariant",
+        batch_invariant=True,
+    ),
+    _TRITON,
+    replace(
+        _TRITON,
+        name="triton_invariant",
+        description="the portable kernel over splits that follow from a key's place",
+        function="mla_compile.ops.attention.kernels.decode:decode_triton_invariant",
+        batch_invariant=True,
     ),
     DecodeBackend(
         name="reference",

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata, get_mla_metadata, has_legacy
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from mla_compile.ops.attention.decode_backends import Planner
 from mla_compile.ops.attention.kernels.fixed_splits import with_unit_strides
 from mla_compile.ops.attention.operands import DecodeOperands
-from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
+from mla_compile.ops.dependent_launch import early_options
 from mla_compile.ops.device import device_of
 from mla_compile.ops.paging import check_alignment
 
@@ -69,7 +70,8 @@ def pack_kernel(
     EARLY: tl.constexpr,
 ):
     """Both parts of the query at a place; grid `[rows * Q_LEN, blocks of HEADS]`. Places without a token repeat one."""
-    wait_for_kernel_before(EARLY)
+    if EARLY:
+        gdc_wait()  # and no `gdc_launch_dependents`: FlashMLA's kernel would start, and it does not wait for `packed`
     place = tl.program_id(0).to(tl.int64)
     row = place // Q_LEN
     count = Q_LEN if q_lens is None else tl.load(q_lens + row)

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, has_legacy
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
+from mla_compile.ops.dependent_launch import early_options
 from mla_compile.ops.device import device_of
 from mla_compile.ops.paging import check_alignment
 
@@ -62,7 +63,8 @@ def pack_kernel(
 
     lens: where the slots of each part end, as `-1` may stand anywhere. plan: FlashMLA's, see `sparse_flash_mla_fp8`.
     """
-    wait_for_kernel_before(EARLY)
+    if EARLY:
+        gdc_wait()  # and no `gdc_launch_dependents`, as FlashMLA's kernels do not wait
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     mine = head < HEADS
