@@ -101,9 +101,17 @@ def strided(draw: Draw, x: Tensor) -> Tensor:
 
 
 def near(
-    got: Tensor, expected: Tensor, dtype: torch.dtype, units: float = 2.0, scale: Tensor | None = None
+    got: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype,
+    units: float = 2.0,
+    scale: Tensor | None = None,
+    least: float = 1e-2,
 ) -> None:
-    """Each last dimension on its own scale, or that of `scale`; NaN and infinities are where they are expected."""
+    """Each last dimension on its own scale, or that of `scale`; NaN and infinities are where they are expected.
+
+    least: of a scale. A result that follows from a few numbers may cancel to almost nothing.
+    """
     assert got.shape == expected.shape, f"shape {list(got.shape)}, expected {list(expected.shape)}"
     got, expected = got.double(), expected.double()
     finite = expected.isfinite()
@@ -113,15 +121,20 @@ def near(
     if got.numel():
         assert got.isfinite().all(), "NaN or an infinity where a number is expected"
         scale = expected.abs().amax(-1, keepdim=True) if scale is None else scale
-        error = float(((got - expected).abs() / scale.clamp(min=1e-2)).max())
+        error = float(((got - expected).abs() / scale.clamp(min=least)).max())
         assert error <= units * TOLERANCE[dtype], f"error {error:.2e} for {dtype}"
 
 
 def check_result(
-    got: Tensor, dtype: torch.dtype, expected: Tensor, units: float = 2.0, scale: Tensor | None = None
+    got: Tensor,
+    dtype: torch.dtype,
+    expected: Tensor,
+    units: float = 2.0,
+    scale: Tensor | None = None,
+    least: float = 1e-2,
 ) -> None:
     assert got.dtype == dtype, f"{got.dtype}, expected {dtype}"
-    near(got, expected, dtype, units, scale)
+    near(got, expected, dtype, units, scale, least)
 
 
 def check_products(
@@ -203,7 +216,7 @@ def attention(draw: Draw, device: str) -> Call:
 
     def check(before: Args, after: Args, result: Tensor) -> None:
         expected = mla_attention_reference(**before)  # it writes the latents
-        check_result(result, before["q_nope"].dtype, expected, units=6)
+        check_result(result, before["q_nope"].dtype, expected, units=6, least=0.5)
         assert torch.equal(before["kv_cache"].nan_to_num(7), after["kv_cache"].nan_to_num(7))
 
     return Call(mla_attention, args, check, ("kv_cache",))
@@ -482,7 +495,8 @@ def check_experts(before: Args, _: Args, result: Tensor) -> None:
         runs[row * q_len + max(0, n) : (row + 1) * q_len] = False
     assert not result[~runs].any(), "padding is not 0"
     kept = replace(case, x=case.x[runs], topk_weights=case.topk_weights[runs], topk_ids=case.topk_ids[runs])
-    check_result(result[runs], case.x.dtype, kernel_cases.moe_reference(kept), units=4)
+    least = 0.5 if case.x.shape[1] < 4 else 1e-2
+    check_result(result[runs], case.x.dtype, kernel_cases.moe_reference(kept), units=4, least=least)
 
 
 def linear_weights(draw: Draw, device: str, dtype: torch.dtype, k: int) -> list[Tensor]:

@@ -82,7 +82,7 @@ def scores_of(logits: Tensor, temperature: float) -> np.ndarray:
 
 
 def kept_ids(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> list[int]:
-    """The ids that the filters keep, the likeliest first; sums of Python integers."""
+    """The ids that the filters keep, the likeliest first and at least one; sums of Python integers."""
     least = math.log(np.float32(min_p)) if min_p else -math.inf
     ids = [i for i in range(len(scores)) if scores[i] >= np.float32(least) and scores[i] > -math.inf]
     ids = sorted(ids, key=lambda i: (-scores[i], i))[: top_k or None]
@@ -91,7 +91,7 @@ def kept_ids(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> list
         return ids
     before = [0, *itertools.accumulate(masses)]
     target = float(np.float32(top_p)) * before[-1]
-    return [i for i, mass in zip(ids, before) if mass < target]
+    return [i for i, mass in zip(ids, before) if mass < target] or ids[:1]
 
 
 def check(sample: Sample, args: tuple[Tensor, ...]) -> None:
