@@ -216,7 +216,8 @@ def attention(draw: Draw, device: str) -> Call:
 
     def check(before: Args, after: Args, result: Tensor) -> None:
         expected = mla_attention_reference(**before)  # it writes the latents
-        check_result(result, before["q_nope"].dtype, expected, units=6, least=0.5)
+        least = 0.5 if min(sizes["rank"], sizes["v"]) < 4 else 1e-2
+        check_result(result, before["q_nope"].dtype, expected, units=6, least=least)
         assert torch.equal(before["kv_cache"].nan_to_num(7), after["kv_cache"].nan_to_num(7))
 
     return Call(mla_attention, args, check, ("kv_cache",))
