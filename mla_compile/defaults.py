@@ -23,7 +23,7 @@ DEFAULT_MAX_ROWS = 8
 """Requests that run at once."""
 LEAST_MAX_MODEL_LEN = 2048
 """Tokens of a request of a model that has as many positions, even if the cache then exceeds `DeviceDefaults`."""
-DEFAULT_TOKENS_PER_STEP = 2048
+DEFAULT_TOKENS_PER_STEP = 4096
 """Of decode rows and prompts together. It bounds the activations, and how long a prompt delays decode rows."""
 LEAST_PROMPT_TOKENS = 512
 """Prompt tokens of a step by default, beside any number of decode rows."""

@@ -127,7 +127,7 @@ class EngineFields:
             values: 0.57 times the bytes (docs/serving.md). For a `kv_lora_rank` that is a multiple of 128, on a CPU or
             a GPU of SM 89 or newer. The cache of a drafter with MLA follows; other caches of drafters do not.
         max_tokens_per_step: maximum number of query tokens of a step; a longer prompt takes several steps. By default
-            2048, or 512 more than the tokens of `max_rows` decode rows if that is larger.
+            4096, or 512 more than the tokens of `max_rows` decode rows if that is larger.
         prefix_caching: whether prompts reuse cached pages of others with the same beginning.
         compile: True compiles steps on their first use, or in `warm_up`. None does so too, but not in float32 on a CPU:
             there steps run eagerly while a thread compiles them, once there have been 256. False runs everything

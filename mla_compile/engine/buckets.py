@@ -22,7 +22,7 @@ class Bucket:
         the pool of a larger one that was recorded before it. The driver reports the memory use of the whole device,
         so allocations of other processes at that moment are included.
     compile_seconds: time in Dynamo and Inductor during its first call; 0 if an earlier bucket had compiled its parts.
-    capture_seconds: the rest of the calls that warmed it up and recorded it.
+    capture_seconds: the rest of the host's time in the calls that warmed it up and recorded it.
     why_not: why it is not captured.
     """
 

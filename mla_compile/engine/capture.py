@@ -32,10 +32,10 @@ CALLS_TO_RECORD = 2
 """A bucket's first call runs as it is, which compiles the step and loads its kernels; the second is recorded."""
 
 LONG_PROMPT = 4096
-"""Prompt tokens from which kernels take longer than the host needs to launch them, several times over."""
+"""Beside more prompt tokens kernels take longer than the host needs to launch them."""
 
 SPENT = "the budget is spent"
-LONG = f"prompts of {LONG_PROMPT:,} tokens, or more than {MAX_KEYS:,} keys: kernels take longer than the host does"
+LONG = f"more than {LONG_PROMPT:,} prompt tokens or {MAX_KEYS:,} keys: kernels take longer than the host does"
 REFUSED = "torch recorded no graph"
 
 _ONE_RECORDS = threading.Lock()
@@ -89,7 +89,7 @@ class Captures:
         """Why no graph of a bucket may be recorded now; None if one may be."""
         if self.why_not is not None:
             return self.why_not
-        if bucket.prompt_tokens >= LONG_PROMPT or bucket.prompt_keys > MAX_KEYS:
+        if bucket.prompt_tokens > LONG_PROMPT or bucket.prompt_keys > MAX_KEYS:
             return LONG
         return SPENT if self._is_spent(of_prompts=bucket.prompt_tokens > 0) else None
 
@@ -113,6 +113,7 @@ class Captures:
         Raises:
             RuntimeError: it does what no CUDA graph can hold.
         """
+        before = self._usage()
         with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
         graph = torch.cuda.CUDAGraph()
@@ -130,7 +131,13 @@ class Captures:
                 refused, self.pool = self.pool, None
                 end_recording(self.device, refused, stream)
                 raise
-        return Recording(graph, own, result, calls)
+        grown = (max(0, after - b) for after, b in zip(self._usage(), before))
+        return Recording(graph, own, result, calls, sum(grown))
+
+    def _usage(self) -> tuple[int, int]:
+        """The bytes of `cuda_graph_usage`, once the device is idle."""
+        torch.cuda.synchronize(self.device)
+        return cuda_graph_usage(self.device, self.pool)
 
 
 @functools.cache
@@ -143,13 +150,14 @@ class Recording(NamedTuple):
     """A CUDA graph of one call.
 
     args: of the call; a replay fills the tensors among them. result: what it returned, which a replay overwrites.
-    calls: of compiled code.
+    calls: of compiled code. num_bytes: by which the device's memory for graphs has grown.
     """
 
     graph: torch.cuda.CUDAGraph
     args: tuple[Any, ...]
     result: Any
     calls: list[CompiledCall]
+    num_bytes: int
 
     def serves(self, args: tuple[Any, ...]) -> bool:
         return all(isinstance(mine, Tensor) or mine is its for mine, its in zip(self.args, args, strict=True))
@@ -214,23 +222,14 @@ class _MeasuredStep:
         self._checked.clear()
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
-        """Call, and add its time and memory to the bucket's sums."""
+        """Call, and add its time on the host to the bucket's sums."""
         with _ONE_RECORDS:
-            before = self._read()
+            start, compiled = time.perf_counter(), compile_seconds()
             result = call(*args)
-            seconds, compiling, pool, driver = (after - b for after, b in zip(self._read(), before))
+            seconds, compiling = time.perf_counter() - start, compile_seconds() - compiled
         bucket.compile_seconds += compiling
         if bucket.why_not is None:
             bucket.capture_seconds += seconds - compiling
         if isinstance(result, Recording):
-            bucket.is_captured = True
-            bucket.num_bytes = max(bucket.num_bytes, max(0, int(pool)) + max(0, int(driver)))
+            bucket.is_captured, bucket.num_bytes = True, max(bucket.num_bytes, result.num_bytes)
         return result
-
-    def _read(self) -> tuple[float, float, int, int]:
-        """Clock seconds, `compile_seconds`, and the bytes of `cuda_graph_usage`."""
-        usage, captures = (0, 0), self._captures
-        if captures.why_not is None:
-            torch.cuda.synchronize(captures.device)
-            usage = cuda_graph_usage(captures.device, captures.pool)
-        return time.perf_counter(), compile_seconds(), *usage

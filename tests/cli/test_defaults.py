@@ -82,7 +82,7 @@ def test_all_entrances_agree(
     assert {each.drafter.name for each in configs.values()} == {"mtp"}
     found = {name: {each: getattr(config, each) for each in NAMES} for name, config in configs.items()}
     pages = 1 + 8 * -(-expected // 16)
-    expected_settings = dict(zip(NAMES, (3, 8, expected, 16, pages, 2048), strict=True))
+    expected_settings = dict(zip(NAMES, (3, 8, expected, 16, pages, 4096), strict=True))
     assert found == dict.fromkeys(configs, expected_settings)
     models = (of_server.model, completed.model, load_model(copy))
     assert {spec.dtype for model in models for spec in model.cache_specs()} == {torch.float32}

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.counters import compile_counters
 from mla_compile import MLAError, SamplingParams
-from mla_compile.engine import Bucket, CaptureReport, Engine, capture, steps
+from mla_compile.engine import Bucket, CaptureReport, Engine, steps
 from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures, Recording
 from mla_compile.engine.config import FittedConfig
@@ -53,18 +53,16 @@ class Graphs:
             raise RuntimeError("operation not permitted when stream is capturing\nSee the documentation.")
         with compiled_calls() as calls:
             step(*args)
-        self.recorded.add(len(args[0].active))
-        return Recording(cast("torch.cuda.CUDAGraph", self), args, "replayed", calls)
-
-    def usage(self, device: torch.device, pool: object) -> tuple[int, int]:
-        return self.cost * max(self.recorded, default=0), 1000 + self.cost * len(self.recorded)
+        before, rows = max(self.recorded, default=0), len(args[0].active)
+        self.recorded.add(rows)
+        num_bytes = self.cost * (1 + max(0, rows - before))
+        return Recording(cast("torch.cuda.CUDAGraph", self), args, "replayed", calls, num_bytes)
 
     @contextmanager
     def instead_of_torch(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Captures, "record", lambda captures, *args: self.record(captures, *args))
-            patch.setattr(capture, "cuda_graph_usage", self.usage)
-            patch.setattr(torch.cuda, "synchronize", lambda device: None)
+            patch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("the host waits"))
             yield
 
 
@@ -138,10 +136,8 @@ def test_a_graph_is_replayed_until_it_is_to_be_checked_and_recorded_again_if_the
         assert graphs.num_replays == 2
         before = captures.report()
         captures.check_again()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("the host waits"))
-            assert [step(state_of(4)) for _ in range(2)] == ["replayed"] * 2
-            assert step(other) == "ran"
+        assert [step(state_of(4)) for _ in range(2)] == ["replayed"] * 2
+        assert step(other) == "ran"
         assert captures.report() == before, "a check costs no more than a call"
         assert [step(state_of(2)) for _ in range(2)] == ["ran", "replayed"]
         captures.check_again()
@@ -155,7 +151,7 @@ def test_a_graph_is_replayed_until_it_is_to_be_checked_and_recorded_again_if_the
 def test_a_replay_copies_the_tensors_of_a_call_and_no_state() -> None:
     graphs, state = Graphs(cost=1), state_of(2)
     own = torch.zeros(2, 4)
-    recording = Recording(cast("torch.cuda.CUDAGraph", graphs), (state, own), own, [])
+    recording = Recording(cast("torch.cuda.CUDAGraph", graphs), (state, own), own, [], 0)
     given = torch.randn(2, 4)
     assert recording.serves((state, given)) and not recording.serves((state_of(4), given))
     assert recording.replay((state, given)) is own
@@ -291,11 +287,9 @@ def test_requests_of_every_kind_have_their_own_tokens_on_replayed_steps(
         for tensor, value in zip(written, before, strict=True):
             tensor.copy_(value)
         replays.append(Replay(step, own, result))
-        return Recording(cast("torch.cuda.CUDAGraph", replays[-1]), own, result, calls)
+        return Recording(cast("torch.cuda.CUDAGraph", replays[-1]), own, result, calls, 0)
 
     monkeypatch.setattr(Captures, "record", record)
-    monkeypatch.setattr(capture, "cuda_graph_usage", lambda *_: (0, 0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(steps, "_why_not_captured", lambda *_: None)
     monkeypatch.setattr(steps, "EAGER_MIXED_STEPS", 4)
     settings = {"max_rows": 4, "max_tokens_per_step": 48, "max_model_len": 256}

@@ -119,7 +119,7 @@ def test_graphs_are_counted_as_their_budget_and_steps_by_their_tokens(tmp_path: 
     model = meta_model(tmp_path, dtype=torch.bfloat16)
     plain, bounded, long = (
         plan_memory(model, EngineConfig(num_speculative_tokens=0, **given))
-        for given in ({}, {"capture_budget": 2**30}, {"max_tokens_per_step": 8192})
+        for given in ({}, {"capture_budget": 2**30}, {"max_tokens_per_step": 16384})
     )
     assert (plain.graphs, bounded.graphs) == (0, 2**30)
     assert bounded.total - plain.total == 2**30
