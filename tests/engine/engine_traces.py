@@ -216,7 +216,12 @@ class EngineRun:
         # Before this engine's caches are used: they belong to the newest engine.
         prepare_texts(self.trace)
         with_new_caches(self.engine, self.engine.config.num_pages)
-        arrivals = self.trace.arrivals
+        return self.serve(self.trace.arrivals)
+
+    def serve(self, arrivals: tuple[Arrival, ...]) -> Outcome:
+        """Run the requests to their end, and check what came of them. Their texts are known."""
+        self.trace = replace(self.trace, arrivals=arrivals)
+        self.requests, self.arrival_of, self.outcome.tokens = {}, {}, []
         clock, last = 0, max(arrival.step for arrival in arrivals)
         limit = last + 50 + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
         while clock <= last or self.engine.has_work():

@@ -369,7 +369,13 @@ class ToyEngine:
 
     def run(self) -> Outcome:
         """Run the trace to its end, and check what came of it."""
-        arrivals = list(enumerate(self.trace.arrivals))
+        return self.serve(self.trace.arrivals)
+
+    def serve(self, given: tuple[Arrival, ...]) -> Outcome:
+        """Run these requests to their end, and check what came of them."""
+        self.trace = replace(self.trace, arrivals=given)
+        self.arrived, self.admitted, self.outcome.tokens = {}, {}, []
+        arrivals = list(enumerate(given))
         requests: dict[int, Request] = {}
         stopped: set[int] = set()
         clock, idle_until = 0, max(a.step for a in self.trace.arrivals)

@@ -1,8 +1,11 @@
 """Short runs of the stress commands."""
 
+import argparse
+
 import pytest
 
-from stress import checkpoints, engines, faults, ops, passes, requests
+from mla_compile import SamplingParams
+from stress import checkpoints, engines, faults, ops, passes, requests, soak
 from stress.runner import Case, Draw
 
 
@@ -43,6 +46,22 @@ def test_requests() -> None:
 @pytest.mark.long
 def test_engines() -> None:
     assert len(run(engines.run, range(12))) > 3
+
+
+@pytest.mark.long
+def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("STEPS", 60), ("SCHEDULER_STEPS", 300), ("WARM_UP", 1)):
+        monkeypatch.setattr(soak, name, value)
+    assert len(run(soak.make(argparse.Namespace()), range(3))) == 1
+
+
+def test_soak_fails_if_objects_of_the_package_stay_alive() -> None:
+    flat, kept = soak.Flat({soak.num_objects: 50}), []
+    for _ in range(soak.WARM_UP + 1):
+        flat.check()
+    kept += [SamplingParams() for _ in range(60)]
+    with pytest.raises(AssertionError, match="num_objects: "):
+        flat.check()
 
 
 @pytest.mark.long
