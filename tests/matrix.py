@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = tables.RESULTS / "matrix.json"
 FOLDER = ROOT / ".venv-matrix"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TRANSFORMERS = ("5.15.1", "5.23.0", "5.24.0")
 """The oldest, the one that is developed with, the newest."""
 # Not all products: each axis beside what the project is developed with, and the oldest and newest of all.
@@ -33,7 +33,7 @@ COMBINATIONS = [
     *[("3.11", "2.13.0", version) for version in TRANSFORMERS if version != "5.23.0"],
     *[(python, "2.13.0", "5.23.0") for python in PYTHONS[1:]],
     ("3.11", "2.11.0", "5.15.1"),
-    ("3.14", "2.14.1", "5.24.0"),
+    ("3.14", "2.15.0", "5.24.0"),
 ]
 # What depends on torch's and transformers' insides: the private API, a compiled step, graphs that passes rewrite, the
 # batch-invariant mode, a model of transformers and a checkpoint's tokenizer.
@@ -75,7 +75,9 @@ def outcome(printed: str) -> str:
 def run(python: str, torch: str, transformers: str) -> dict[str, Any]:
     """The row of one combination; its environment is removed at the end."""
     row: dict[str, Any] = {"python": python, "torch": torch, "transformers": transformers}
-    if (interpreter := shutil.which(f"python{python}")) is None:
+    interpreter = shutil.which(f"python{python}")
+    # pyenv has a program of this name for each Python that it installed; it fails for those that are not chosen.
+    if interpreter is None or subprocess.run([interpreter, "-V"], capture_output=True).returncode:
         return row | {"result": f"no python{python} on this machine"}
     place = FOLDER / f"{python}-{torch}-{transformers}"
     shutil.rmtree(place, ignore_errors=True)

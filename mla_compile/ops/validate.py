@@ -338,6 +338,7 @@ def key_ranges(
     ):
         if bool((sums[:, 0] != 0).any() | (sums.diff() < 0).any() | (sums[:, -1] > end).any()):
             raise MLAError(prefix + name, f"prefix sums from 0 that end at {end} at most", sums.tolist())
+    slots(f"{prefix}key_slots", key_slots, kv_cache)  # those of padding are clamped and read
     used = torch.arange(key_slots.shape[1], device="cpu") < cu_seqlens_k[:, -1:]
     last = kv_cache.shape[0] * kv_cache.shape[1] - 1
     within(f"{prefix}key_slots", "slots of keys", key_slots[used], 0, last, "allocate more pages")

@@ -128,6 +128,10 @@ def changed(name: str, change: Callable) -> Change:
     return lambda kwargs: {**kwargs, name: change(kwargs[name])}
 
 
+def with_padding_beyond(key_slots: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(key_slots, (0, 2), value=10_000)
+
+
 def strided(x: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(2, dim=1)[:, ::2]
 
@@ -203,6 +207,10 @@ BAD_PREFILL = {
     "key_slots of other parts": ("key_slots", changed("key_slots", lambda x: x.repeat(2, 1))),
     "int32 key_slots": ("key_slots", changed("key_slots", lambda x: x.int())),
     "a slot that the cache does not have": ("key_slots", changed("key_slots", lambda x: x + 10_000)),
+    "a slot of padding that the cache does not have": (
+        "key_slots",
+        changed("key_slots", with_padding_beyond),
+    ),
     "key_slots on another device": ("key_slots", changed("key_slots", lambda x: x.to("meta"))),
 }
 
