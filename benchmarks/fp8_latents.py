@@ -2,7 +2,8 @@
 
     python -m benchmarks.fp8_latents quality --output benchmarks/results/fp8_latents.json
     python -m benchmarks.fp8_latents kernels --output benchmarks/results/fp8_latents.kernels.json
-    python -m benchmarks.fp8_latents steps --output benchmarks/results/fp8_latents.step.json
+    python -m benchmarks.fp8_latents steps --layers 12 --output benchmarks/results/fp8_latents.steps.json
+    python -m benchmarks.fp8_latents steps --shape v3 --layers 4 --output benchmarks/results/fp8_latents.steps.json
 
 `quality`, in float32 on a CPU or GPU: on held-out beginnings and the model's own greedy text after them, the relative
 error of latents (of the first layer: of the format alone; of the last: of all layers before it too), the largest and
@@ -12,7 +13,7 @@ the second half of 2,048 positions that repeat the first half.
 
 `kernels`, on a GPU: every decode backend, checked against float64, then microseconds of replayed CUDA graphs; the floor
 is a plain read of the latents. `steps`: the median ms of a step of GLM-4.7-Flash's or DeepSeek-V3's shape with random
-weights, the floor, and the rows of this length that fit beside the weights.
+weights, the floor, and the rows of this length that fit beside the weights. Its other rows in the output are kept.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.fp8_step import NEW_TOKENS, PAGE_SIZE, steps
 from benchmarks.kernels import graph_us, relative_error
 from benchmarks.measuring import DEVICE, floor_bytes, latent_bytes, read_bandwidth
 from benchmarks.random_weights import random_model, settings_of
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from mla_compile import Engine, MLABatch, load_model, load_tokenizer, prefill_segment
 from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_HEAD, SHIPPED_MODEL, KvCacheDtype
@@ -227,8 +228,10 @@ def timed_steps(
                     1 - fp8_width(model.arch.kv_lora_rank, model.arch.qk_rope_head_dim) / width / 2
                 )
             row = {"shape": shape, "layers": model.config.num_hidden_layers, "context": context, "rows": n}
-            row |= {"kv_cache_dtype": dtype, "rows_that_fit": fit[context]}
-            add_row(report, row | {"floor_ms": round(read / bandwidth * 1e3, 3), **times}, output)
+            row |= {"kv_cache_dtype": dtype}
+            drop_rows(report, row)
+            row |= {"rows_that_fit": fit[context], "floor_ms": round(read / bandwidth * 1e3, 3)}
+            add_row(report, row | times, output)
         engine.close()
         del engine  # and its graphs
 
@@ -258,6 +261,7 @@ def main() -> None:
         kernels(report, args.output, list(decode_cases(args.contexts, args.rows, args.heads)))
     else:
         sizes = {"contexts": args.contexts, "rows": args.rows}
+        report = with_known_rows(report, args.output)
         timed_steps(report, args.output, shape=args.shape, layers=args.layers, tiny=args.tiny, **sizes)
 
 

@@ -811,6 +811,32 @@ def fp8_latents_kernels() -> str:
     )
 
 
+def fp8_latents_steps() -> str:
+    """Steps with latents of either dtype."""
+    report = result("fp8_latents.steps")
+    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        case = row["shape"], row["layers"], row["context"], row["rows"]
+        cases.setdefault(case, {})[row["kv_cache_dtype"]] = row
+
+    def line(case: tuple[Any, ...], of: dict[str, dict[str, Any]]) -> tuple[Any, ...]:
+        shape, layers, context, rows = case
+        shown = [
+            f"{fixed(row['ms_per_step'], 2)} ({fixed(row['floor_ms'], 2)})" if row else "-"
+            for row in (of.get("auto"), of.get("fp8"))
+        ]
+        both = [of[dtype]["ms_per_step"] for dtype in ("fp8", "auto") if dtype in of]
+        ratio = fixed(both[0] / both[1], 2) if len(both) == 2 else "-"
+        fit = [f"{of[dtype]['rows_that_fit']:,}" if dtype in of else "-" for dtype in ("auto", "fp8")]
+        return f"{SHAPES[shape]}, {layers} layers", f"{context:,}", rows, *shown, ratio, " / ".join(fit)
+
+    heads = ["shape", "context", "rows", "bfloat16: ms (floor)", "FP8: ms (floor)", "FP8 / bfloat16"]
+    return sentences(
+        f"{report['device']}, torch {report['torch']}; weights in bfloat16, no drafts. Rows that fit: of this length, "
+        "beside the weights, with latents in bfloat16 / FP8:"
+    ) + table([*heads, "rows that fit"], (line(case, cases[case]) for case in sorted(cases)))
+
+
 def sampling() -> str:
     """The sampler by filters."""
     report = result("sampling")
@@ -1135,6 +1161,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "fp8_agreement": fp8_agreement,
     "fp8_latents": fp8_latents,
     "fp8_latents.kernels": fp8_latents_kernels,
+    "fp8_latents.steps": fp8_latents_steps,
     "sparse_attention.kernels": sparse_kernels,
     "sparse_attention.steps": sparse_steps,
     "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),

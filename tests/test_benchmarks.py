@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks import loading, peers, random_checkpoint, tables, tensor_parallel, transformers_generate
+from benchmarks import age, loading, peers, random_checkpoint, tables, tensor_parallel, transformers_generate
 from benchmarks.processes import ProcessFailed, run
 from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row
@@ -22,6 +22,45 @@ from mla_compile.models.safetensor_files import SafetensorFiles
 from mla_compile.models.sharding import division
 from mla_compile.ops.linear.fp8 import DTYPE, dequantize
 from tests.examples.pages import ROOT
+
+
+def test_the_age_of_a_result_counts_commits_of_the_code_that_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(age, "ROOT", tmp_path)
+    monkeypatch.setattr(age, "RESULTS", tmp_path / "benchmarks/results")
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
+
+    def commit(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            with (tmp_path / name).open("a") as file:
+                file.write("x")
+        age.git("add", "-A")
+        age.git("commit", "-qm", "x")
+
+    age.git("init", "-q")
+    results = "benchmarks/results/"
+    commit(f"{results}sampling.json", f"{results}server.json", "mla_compile/engine/a.py")
+    commit("mla_compile/ops/sampling/a.py")
+    commit("mla_compile/engine/a.py", "docs/a.md")
+    commit(f"{results}decode.json")
+    commit("docs/a.md")
+    (tmp_path / results / "new.json").write_text("{}")  # not committed
+    assert [(name, since) for since, name, *_ in age.ages()] == [
+        ("server", 2),
+        ("sampling", 1),
+        ("decode", 0),
+    ]
+    age.main()
+    assert capsys.readouterr().out.splitlines()[1].startswith("            2  server  ")
+
+
+def test_every_named_result_of_the_ages_and_its_code_exist() -> None:
+    for name, code in age.CODE.items():
+        assert (age.RESULTS / f"{name}.json").exists() and all((age.ROOT / path).exists() for path in code)
 
 
 def test_an_unknown_variant_is_refused_before_the_model_is_built(
