@@ -2,7 +2,8 @@
 
 A case is at least 500 steps of the engine and 5,000 of the scheduler, in which requests arrive, share prompts, are
 cancelled, preempted and cut short. What `stress.engines` checks holds after each step. Whenever both are idle, no page
-and no row is in use, and after the first cases neither the package's objects nor the memory of the process grow.
+and no row is in use, and after the first cases neither the package's objects nor the memory of the process grow. With
+`--device cuda` the engine's steps are captured.
 """
 
 import argparse
@@ -12,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from stress.engines import maybe
 from stress.runner import Case, Draw, command
-from tests.engine.engine_traces import EngineRun, prepare_texts
+from tests.engine.engine_traces import EngineRun, model, prepare_texts
 from tests.engine.engines import with_new_caches
 from tests.engine.toy_engine import Arrival, ToyEngine, Trace
 
@@ -61,6 +64,11 @@ def num_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def num_device_bytes() -> int:
+    """In tensors of the GPU."""
+    return int(torch.cuda.memory_allocated())
+
+
 class Flat:
     """Checks that numbers do not grow after the warm-up."""
 
@@ -78,15 +86,19 @@ class Flat:
                 assert value <= max(seen) + most, f"{read.__name__}: {value} when idle, {max(seen)} at first"
 
 
-def make(_: argparse.Namespace) -> Case:
+def make(args: argparse.Namespace) -> Case:
     longest = max(PROMPTS, key=lambda arrival: arrival.num_shared + arrival.num_own)
-    engine = EngineRun(replace(ENGINE, arrivals=(longest,)))
+    on_gpu = args.device == "cuda"
+    model().to(args.device)
+    engine = EngineRun(replace(ENGINE, arrivals=(longest,)), captured=on_gpu)
     prepare_texts(replace(ENGINE, arrivals=tuple(PROMPTS)))
     with_new_caches(engine.engine, engine.engine.config.num_pages)
     toy = ToyEngine(
         replace(ENGINE, arrivals=(longest,), k=1)
     )  # it remembers all texts, also those with drafts
-    flat = Flat({num_objects: MOST_OBJECTS, num_bytes: MOST_BYTES})
+    flat = Flat(
+        {num_objects: MOST_OBJECTS, num_bytes: MOST_BYTES} | ({num_device_bytes: 2**20} if on_gpu else {})
+    )
 
     def case(draw: Draw) -> str:
         for run, steps in ((engine, STEPS), (toy, SCHEDULER_STEPS)):
@@ -96,13 +108,13 @@ def make(_: argparse.Namespace) -> Case:
         for forgotten in (engine.requests, engine.arrival_of, toy.arrived, toy.admitted):
             forgotten.clear()
         flat.check()
-        return f"{STEPS} steps of the engine, {SCHEDULER_STEPS:,} of the scheduler"
+        return f"{STEPS} {'captured ' * on_gpu}steps of the engine, {SCHEDULER_STEPS:,} of the scheduler"
 
     return case
 
 
 def main() -> None:
-    command("soak", make)
+    command("soak", make, devices=("cpu", "cuda"))
 
 
 if __name__ == "__main__":

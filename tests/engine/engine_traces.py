@@ -177,9 +177,12 @@ class Outcome:
 
 
 class EngineRun:
-    """One trace, and the checks of it."""
+    """One trace, and the checks of it.
 
-    def __init__(self, trace: Trace) -> None:
+    captured: on a GPU, steps are compiled and captured, and their drafts are the model's own.
+    """
+
+    def __init__(self, trace: Trace, *, captured: bool = False) -> None:
         self.trace, self.outcome = trace, Outcome()
         self.random = random.Random(trace.seed)
         lengths = [a.num_shared + a.num_own + a.max_new_tokens for a in trace.arrivals]
@@ -192,13 +195,13 @@ class EngineRun:
         self.engine = Engine(
             self.model,
             num_speculative_tokens=trace.k,
-            drafter=self.watch.kind(trace.drafter),
+            drafter=trace.drafter if captured else self.watch.kind(trace.drafter),
             max_rows=trace.max_rows,
             max_model_len=self.max_model_len,
             page_size=trace.page_size,
             num_pages=pages + trace.spare_pages,
             max_tokens_per_step=trace.max_rows * (1 + trace.k) + trace.spare_tokens,
-            compile=trace.batch_invariant,
+            compile=None if captured else trace.batch_invariant,
             batch_invariant=trace.batch_invariant,
         )
         with_lag(self.engine, trace.lag)

@@ -52,7 +52,7 @@ def test_engines() -> None:
 def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("STEPS", 60), ("SCHEDULER_STEPS", 300), ("WARM_UP", 1)):
         monkeypatch.setattr(soak, name, value)
-    assert len(run(soak.make(argparse.Namespace()), range(3))) == 1
+    assert len(run(soak.make(argparse.Namespace(device="cpu")), range(3))) == 1
 
 
 def test_soak_fails_if_objects_of_the_package_stay_alive() -> None:
