@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_compile.engine
 from mla_compile.engine import Request
+from mla_compile.engine.engine import INTERRUPTED
 from stress.engines import drawn_trace
 from stress.runner import Case, Draw, command
 from tests.engine.engine_traces import EngineRun, check_invariants
@@ -118,7 +119,8 @@ class FaultRun(EngineRun):
             check_invariants(self.engine)
         waiting = set(self.engine._scheduler.requests())
         for number, request in list(self.requests.items()):
-            if request.has_ended and MESSAGE in (request.completion.error or ""):
+            named = request.completion.error or ""
+            if request.has_ended and (MESSAGE in named or named == INTERRUPTED):
                 self.num_hit += 1
                 self._check_beginning(number, request)
                 self._add(number, self.trace.arrivals[number])

@@ -38,6 +38,9 @@ from mla_compile.speculate import ServedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INTERRUPTED = "interrupted"
+"""The error of requests that an interrupt has ended outside of any line that could fail."""
+
 
 class Engine:
     """Serves one model to requests that arrive at any time, up to `max_rows` of them at once.
@@ -182,8 +185,11 @@ class Engine:
             try:
                 yield
             except BaseException as error:
+                # An interrupt between the block and its end closes this generator.
+                is_closed = isinstance(error, GeneratorExit)
+                message = INTERRUPTED if is_closed else str(error) or type(error).__name__
                 for request in self._scheduler.requests():
-                    request.end("error", str(error))
+                    request.end("error", message)
                 if self._is_launching and not self._launcher.has_not_chosen:
                     self._fail_with_others()
                 self._restart()

@@ -286,7 +286,10 @@ class EngineRun:
         for request, row in self.watch.rows(self.requests.values()):
             known = text(self.trace, self.arrival_of[request]).token_ids
             start = int(verified.num_cached[row]) + 1 - len(request.prompt)
-            if self.trace.drafter == "ngram" and verified.active[row]:
+            is_known = (
+                request.grammar is None or request.grammar.error is None
+            )  # else its tokens do not matter
+            if self.trace.drafter == "ngram" and verified.active[row] and is_known:
                 so_far = [*request.prompt, *known[:start]]
                 k = drafts.shape[1]
                 assert drafts[row].tolist() == prompt_lookup(so_far, k), f"drafts after {so_far}"

@@ -83,6 +83,20 @@ def test_of_an_addition(before: bool) -> None:
     check_serves(mine, [first])
 
 
+def test_an_interrupt_has_a_name_in_the_requests_that_it_ends() -> None:
+    mine = engine(1)
+    first = mine.add(PROMPTS[0], max_new_tokens=9)
+    with pytest.raises(KeyboardInterrupt), mine._whole_or_nothing():
+        raise KeyboardInterrupt
+    assert first.completion.error == "KeyboardInterrupt"
+    second = mine.add(PROMPTS[1], max_new_tokens=9)
+    change = mine._whole_or_nothing()
+    change.__enter__()
+    del change  # as by an interrupt between the last line of a block and its exit
+    assert second.completion.error == "interrupted"
+    check_serves(mine, [first, second])
+
+
 def test_a_request_that_is_too_long_ends_no_other() -> None:
     mine = engine(1, num_pages=5, max_model_len=16)
     first = mine.add(PROMPTS[0], max_new_tokens=3)
