@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=["v3", "shipped"], default=["v3", "shipped"])
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--k", type=int, nargs="*", default=[0, 3])
-    parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument(
         "--stock", nargs="*", choices=["dynamic", "static"], default=["dynamic", "static"], help="its caches"
     )
