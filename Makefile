@@ -6,8 +6,8 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 # The newest PyTorch that is supported, and the Triton that it asks for.
 NEWEST := .venv-newest
-NEWEST_TORCH := 2.14.1
-NEWEST_TRITON := 3.8.0
+NEWEST_TORCH := 2.15.0
+NEWEST_TRITON := 3.9.0
 RUN := $(VENV)/bin/python
 # --no-compile: byte code is made on first import, and only for what is imported; half a minute less. So it must be
 # kept, whatever the environment says (many container images forbid it): else each process compiles torch again, 6 s.
