@@ -616,7 +616,7 @@ def capture_graph(
     seen: list[tuple[fx.GraphModule, Sequence[Any]]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        seen.append((gm, example_inputs))
+        seen.append((copy_graph(gm), example_inputs))  # torch 2.15 clears the graph of an aborted compile
         raise _Captured
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -630,6 +630,15 @@ def capture_graph(
             if not isinstance(failure.inner_exception, _Captured):
                 raise
     return seen[0] if seen else None
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph module with new nodes, which have the names and metadata of the old ones."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    assert isinstance(result, tuple), "a Dynamo graph has an output"
+    graph.output(result[0])
+    return fx.GraphModule(gm, graph)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

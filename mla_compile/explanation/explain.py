@@ -13,7 +13,7 @@ from mla_compile.explanation.layers import Layers, find_layers
 from mla_compile.explanation.picture import draw
 from mla_compile.explanation.text import describe
 from mla_compile.passes import pipeline
-from mla_compile.torch_internals import capture_graph, uncompiled
+from mla_compile.torch_internals import capture_graph, copy_graph, uncompiled
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,3 @@ def explain(
             names = (f"{applied.name} {number}" if number > 1 else applied.name for number in count(1))
             graphs[next(name for name in names if name not in graphs)] = copy_graph(result)
     return Explanation(graphs, find_layers(graphs))
-
-
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph module with new nodes, which have the names and metadata of the old ones."""
-    graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
-    assert isinstance(result, tuple), "a Dynamo graph has an output"
-    graph.output(result[0])
-    return fx.GraphModule(gm, graph)

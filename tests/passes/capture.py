@@ -12,12 +12,11 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.decorators import mark_unbacked
 
 from mla_compile import MLABatch, decode_segment, mla_attention, prefill_segment
-from mla_compile.explanation.explain import copy_graph
 from mla_compile.ops.attention.norm_rope import rms_norm
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.effects import memory
 from mla_compile.passes.nodes import op_name, tensor_of, torch_name
-from mla_compile.torch_internals import capture_graph
+from mla_compile.torch_internals import capture_graph, copy_graph
 
 HEADS, NOPE, ROPE, RANK, V, HIDDEN = 3, 6, 4, 16, 5, 12
 PAGE_SIZE, PAGES_PER_ROW, MAX_ROWS = 4, 4, 12

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile import MLAError
-from mla_compile.explanation.explain import copy_graph
 from mla_compile.ops.library import tables
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.nodes import namespace_of
 from mla_compile.passes.plan_decode import plan_decode
+from mla_compile.torch_internals import copy_graph
 from tests.passes.capture import Capture, Stack, graph_of, make_inputs, nodes_of
 
 Graph = tuple[fx.GraphModule, Sequence[Any]]
