@@ -821,14 +821,11 @@ def fp8_latents_steps() -> str:
 
     def line(case: tuple[Any, ...], of: dict[str, dict[str, Any]]) -> tuple[Any, ...]:
         shape, layers, context, rows = case
-        shown = [
-            f"{fixed(row['ms_per_step'], 2)} ({fixed(row['floor_ms'], 2)})" if row else "-"
-            for row in (of.get("auto"), of.get("fp8"))
-        ]
-        both = [of[dtype]["ms_per_step"] for dtype in ("fp8", "auto") if dtype in of]
-        ratio = fixed(both[0] / both[1], 2) if len(both) == 2 else "-"
-        fit = [f"{of[dtype]['rows_that_fit']:,}" if dtype in of else "-" for dtype in ("auto", "fp8")]
-        return f"{SHAPES[shape]}, {layers} layers", f"{context:,}", rows, *shown, ratio, " / ".join(fit)
+        plain, fp8 = pair = [of.get(dtype) for dtype in ("auto", "fp8")]
+        shown = [f"{row['ms_per_step']:.2f} ({row['floor_ms']:.2f})" if row else None for row in pair]
+        ratio = fixed(fp8["ms_per_step"] / plain["ms_per_step"], 2) if plain and fp8 else None
+        fit = " / ".join(f"{row['rows_that_fit']:,}" if row else "-" for row in pair)
+        return f"{SHAPES[shape]}, {layers} layers", f"{context:,}", rows, *shown, ratio, fit
 
     heads = ["shape", "context", "rows", "bfloat16: ms (floor)", "FP8: ms (floor)", "FP8 / bfloat16"]
     return sentences(
