@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from mla_compile.ops import dependent_launch
 from mla_compile.ops.attention.kernels import norm_rope_append, rotate_queries
+from mla_compile.ops.device import triton_version
 from mla_compile.ops.experts.kernels import moe, moe_gemv, routing
 from mla_compile.ops.linear.kernels import by_head, fp8_linear, gemv, linear
 from mla_compile.ops.linear.operands import FP8LinearOperands
@@ -91,7 +92,6 @@ def test_an_early_kernel_waits_before_it_reads_or_writes(name: str, monkeypatch:
         wait = found.index("griddepcontrol.wait")
         assert set(found[:wait]) <= {"prefetch"}, kernel.name
         assert found[wait + 1] == "griddepcontrol.launch_dependents", kernel.name
-        assert kernel.spilled_bytes <= 16, (
-            kernel.name
-        )  # by Triton 3.9, those of one kernel; older ones spill none
+        spills = 16 if triton_version() >= (3, 9) and kernel.name == "gate_up_kernel" else 0
+        assert kernel.spilled_bytes <= spills, kernel.name
     assert ("prefetch" in kernels[0].text) == (name in WITH_WEIGHTS)

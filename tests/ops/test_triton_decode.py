@@ -19,7 +19,7 @@ from mla_compile.ops.attention.tiles import (
     num_splits,
     rows_at_once,
 )
-from mla_compile.ops.device import H200, Device
+from mla_compile.ops.device import H200, Device, triton_version
 from mla_compile.ops.experts.tiles import moe_tiles
 from mla_compile.ops.linear import tiles as linear_tiles
 from mla_compile.ops.linear.tiles import matmul_tiles
@@ -59,7 +59,11 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     case = decode_case([64, 64], heads=heads, rank=rank, rope=rope, page_size=64, columns=16, dtype=dtype)
     # 64 query rows, the most beside its narrow latents
     widest = model == "MiniCPM3" and capability == 90 and dtype == torch.bfloat16
-    for decode, join, spilled in ((decode_triton, "combine", 128), (decode_triton_invariant, "join", 400)):
+    most_spilled = 128 if triton_version() >= (3, 9) else 112
+    for decode, join, spilled in (
+        (decode_triton, "combine", most_spilled),
+        (decode_triton_invariant, "join", 400),
+    ):
         with compiled_for(capability) as kernels:
             decode(case.operands())
         assert [kernel.name for kernel in kernels] == ["split_kernel", f"{join}_kernel"]
