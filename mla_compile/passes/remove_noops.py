@@ -9,12 +9,12 @@ an op, and nodes for the views' sizes. Torch runs each of them on fake tensors f
 they were half of the nodes, and took a tenth of the compile time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import SymInt, Tensor, fx
 
-from mla_compile.passes.effects import erase_dead
+from mla_compile.passes.effects import erase_dead, may_write, memory
 from mla_compile.passes.nodes import function_name, value_of
 from mla_compile.passes.strides import is_contiguous, same_sizes
 
@@ -26,24 +26,30 @@ def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.G
     """Rewrite `gm` in place and return it."""
     # Equal sizes have one symbolic expression. The first node with it precedes all readers of the others.
     sizes: dict[Any, fx.Node] = {}
+    written = memory(target for node in gm.graph.nodes for target in may_write(node))
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, SymInt):
             same = sizes.setdefault(value.node.expr, node)
         else:
-            same = _viewed(node)
+            same = _viewed(node, written)
         if same is not node:
             node.replace_all_uses_with(same)
     erase_dead(gm.graph)
     return gm
 
 
-def _viewed(node: fx.Node) -> fx.Node:
-    """The earliest node in a chain of views with the same tensor; the node itself if there is none."""
+def _viewed(node: fx.Node, written: Set[int]) -> fx.Node:
+    """The earliest node in a chain of views with the same tensor; the node itself if there is none.
+
+    A pass replaces a node by an op and its view, and only the view has the memory of the replaced node's views. If they
+    are `written` to, it stays: otherwise, no reader of the op would seem to read what they write.
+    """
     found = base = node
     while _is_view(base):
         base = base.all_input_nodes[0]
-        if same_sizes(value_of(base), value_of(node)):
+        keys = memory([base]), memory([node])
+        if same_sizes(value_of(base), value_of(node)) and (keys[0] == keys[1] or written.isdisjoint(keys[1])):
             found = base
     return found
 

@@ -1,12 +1,15 @@
 """`remove_noops`: unread results and views that change nothing are removed; the rest computes and writes the same."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.passes.fuse_linear import fuse_linear
+from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.remove_noops import remove_noops
 from mla_compile.torch_internals import mark_varying
 from tests.passes.capture import checked, graph_of, ops
@@ -118,3 +121,15 @@ def test_noops_of_other_passes_are_removed_too(monkeypatch: pytest.MonkeyPatch) 
         "fused_linear",
         "view",
     ]
+
+
+def test_a_write_to_a_view_of_what_another_pass_has_replaced_stays() -> None:
+    """The op's view has the memory of the replaced norm and so of that norm's view; the op's own result has not."""
+
+    def norm_written_to(x: Tensor) -> Tensor:
+        normed = F.rms_norm(x, (6,), eps=1e-6)
+        normed.view(-1, 2, 3)[:, 1].mul_(0.5)
+        return normed + x
+
+    passes = [partial(fuse_rms_norm, require_kernel=False), remove_noops]
+    assert "mul_" in ops(checked(norm_written_to, passes, X.clone()))
