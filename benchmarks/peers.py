@@ -64,6 +64,8 @@ FIGURES = {"steps": "ms_per_step", "prompts": "ms", "servers": "tokens_per_s"}
 """The figure of each part that tells the faster runner."""
 KEYS = ("part", "system", "weights", "drafts", "rows")
 """They identify a row of the output."""
+FP8_ACTIVATIONS = "fp8_activations"
+"""FP8 weights with the engine's option of this name."""
 STEP_TOKENS, PROMPT_LEN = 16_384, 984
 WARM_UP, NEW_TOKENS, LEAST_STEPS = 8, 72, 8
 TINY_LEN, TINY_NEW_TOKENS = 40, 24
@@ -77,7 +79,7 @@ class Job:
 
     parts: list[str]
     system: str
-    weights: Weights
+    weights: str
     drafts: int
     rows: list[int]
     layers: int | None
@@ -87,6 +89,11 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         return settings_of("glm", self.layers, tiny=self.tiny)
+
+    @property
+    def stored(self) -> Weights:
+        """The kind of weights in memory."""
+        return "bf16" if self.weights == "bf16" else "fp8"
 
     def row(self, part: str, rows: int, found: dict[str, Any]) -> dict[str, Any]:
         """A row of the output, with the machine."""
@@ -104,7 +111,7 @@ class OurEngine:
     """This package's engine. Prompts that are not timed run eagerly."""
 
     def __init__(self, job: Job, max_len: int) -> None:
-        self._model = random_model(job.settings, job.weights, mtp=job.drafts > 0, device=DEVICE)
+        self._model = random_model(job.settings, job.stored, mtp=job.drafts > 0, device=DEVICE)
         eager = patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False)
         with nullcontext() if "prompts" in job.parts else eager:
             self._engine = Engine(
@@ -115,6 +122,7 @@ class OurEngine:
                 max_tokens_per_step=STEP_TOKENS,
                 page_size=PAGE_SIZE,
                 prefix_caching=False,
+                fp8_activations=job.weights == FP8_ACTIVATIONS,
             )
         if "prompts" in job.parts:
             self._engine.warm_up()
@@ -194,7 +202,7 @@ def experts(system: System, texts: Sequence[list[int]], last: int) -> float:
 
 def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
     """Measure in this process. take: is called with each row."""
-    model = meta_model_of(job.settings, job.weights, mtp=job.drafts > 0)
+    model = meta_model_of(job.settings, job.stored, mtp=job.drafts > 0)
     bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
     torch.cuda.empty_cache()
     lengths = dict.fromkeys(FIGURES, TINY_LEN) if job.tiny else {"steps": CONTEXT, "prompts": PROMPT_LEN}
@@ -202,7 +210,7 @@ def process(job: Job, take: Callable[[dict[str, Any]], None]) -> None:
     max_len = max(lengths.values()) + new_tokens + 8
     with tempfile.TemporaryDirectory() as folder:
         if job.system == "vllm":
-            vllm_engine.write_config(Path(folder), job.settings, job.weights)
+            vllm_engine.write_config(Path(folder), job.settings, job.stored)
             sizes = job.drafts, job.runner, job.rows, max_len, STEP_TOKENS
             system: System = vllm_engine.VllmEngine(Path(folder), *sizes)
         else:
@@ -249,7 +257,7 @@ def serve(
     body = {"model": "served", "temperature": 0, "max_tokens": load.new_tokens, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as folder:
         if job.system == "vllm":
-            vllm_engine.write_config(Path(folder), job.settings, job.weights)
+            vllm_engine.write_config(Path(folder), job.settings, job.stored)
             sizes = job.drafts, job.runner, most, max_len, step_tokens
             command, environment = vllm_engine.server(Path(folder), *sizes)
             running = started(command, "/health", environment)
@@ -257,7 +265,8 @@ def serve(
         else:
             write_checkpoint(checkpoint, job)
             settings = {"device": DEVICE, "dtype": "bfloat16", "k": job.drafts, "compile": not job.tiny}
-            flags = ["--quantize", "fp8"] if job.weights == "fp8" else []
+            flags = ["--quantize", "fp8"] if job.stored == "fp8" else []
+            flags += ["--fp8-activations"] if job.weights == FP8_ACTIVATIONS else []
             flags += ["--max-tokens-per-step", str(step_tokens)] if step_tokens else []
             running = server(argparse.Namespace(model=checkpoint, streams=[most], **settings), max_len, flags)
             body["draft_positions"] = True  # as above
@@ -372,7 +381,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, systems, kinds = parser.add_argument, ["vllm", "ours"], get_args(Weights)
+    add, systems, kinds = parser.add_argument, ["vllm", "ours"], [*get_args(Weights), FP8_ACTIVATIONS]
     add(
         "--parts",
         nargs="+",
@@ -381,7 +390,13 @@ def arguments() -> argparse.Namespace:
         help="servers alone, not beside others",
     )
     add("--systems", nargs="+", choices=systems, default=systems)
-    add("--weights", nargs="+", choices=kinds, default=kinds)
+    add(
+        "--weights",
+        nargs="+",
+        choices=kinds,
+        default=kinds[:-1],
+        help="vLLM's FP8 has FP8 activations always",
+    )
     add("--drafts", type=int, nargs="+", default=[0])
     add("--runners", nargs="+", choices=["0", "1"], default=["0", "1"], help="of vLLM with drafts")
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
@@ -421,6 +436,8 @@ def main() -> None:
     report, failed = with_known_rows(report, args.output), []
     with tempfile.TemporaryDirectory() as folder:
         for system, weights, drafts in itertools.product(args.systems, args.weights, args.drafts):
+            if (system, weights) == ("vllm", FP8_ACTIVATIONS):
+                continue  # its row of "fp8"
             best: dict[tuple[str, int], dict[str, Any]] = {}
 
             def take(row: dict[str, Any], best: dict[tuple[str, int], dict[str, Any]] = best) -> None:

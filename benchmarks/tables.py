@@ -36,7 +36,7 @@ SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th per
 
 
 SHAPES = {"glm": "GLM-4.7-Flash's shape", "v2": "DeepSeek-V2's", "v3": "DeepSeek-V3's"}
-WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8"}
+WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8", "fp8_activations": "FP8, `fp8_activations`"}
 
 
 @functools.cache
@@ -959,6 +959,14 @@ def _peers() -> tuple[str, PeerRows]:
     for row in sorted(rows, key=lambda row: (list(PEERS).index(row["part"]), row["weights"], row["drafts"])):
         of_case = found.setdefault((row["part"], row["weights"], row["drafts"]), {})
         of_case.setdefault(row["rows"], {})[row["system"]] = row
+    for (part, weights, drafts), by_rows in found.items():
+        if weights == "fp8_activations":  # as vLLM's FP8 always has them
+            for count, of in by_rows.items():
+                of |= {
+                    k: v
+                    for k, v in found.get((part, "fp8", drafts), {}).get(count, {}).items()
+                    if k == "vllm"
+                }
     return "; ".join(", ".join(machine) for machine in sorted(machines)), found
 
 

@@ -25,7 +25,7 @@ from mla_compile.torch_internals import (
 
 log = logging.getLogger(__name__)
 
-_OURS = ("passes", "decode_backend", "batch_invariant", "captured")
+_OURS = ("passes", "decode_backend", "batch_invariant", "captured", "fp8_activations")
 """The options that are not Inductor's."""
 
 
@@ -44,8 +44,9 @@ def mla(
         mode: a mode of `torch.compile`; "default" arrives as None.
         options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`, `decode_backend`:
             the name of the backend for decode calls that do not name one, `batch_invariant`: whether a token's bits
-            must not depend on the other tokens of the batch (see `passes/make_batch_invariant.py`), and `captured`:
-            whether the caller records calls in CUDA graphs, so that nothing may be computed on the host.
+            must not depend on the other tokens of the batch (see `passes/make_batch_invariant.py`), `captured`:
+            whether the caller records calls in CUDA graphs, so that nothing may be computed on the host, and
+            `fp8_activations`: whether products of many tokens by FP8 weights may quantise the tokens too.
 
     Raises:
         MLAError: an unknown mode, an unknown option, an object that is not a pass, a pass that fails or leaves a broken
@@ -55,12 +56,14 @@ def mla(
     with errors_passed_on():
         check_torch()
         settings = resolve_settings(mode, options)
-        passes, decode_backend, batch_invariant, captured = (settings.pop(name, None) for name in _OURS)
-        captured = bool(captured or settings.get("triton.cudagraphs"))
+        passes, decode_backend, *flags = (settings.pop(name, None) for name in _OURS)
+        batch_invariant, captured, fp8_activations = map(bool, flags)
+        captured = captured or bool(settings.get("triton.cudagraphs"))
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
-        chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant), captured)
+        options = batch_invariant, captured, fp8_activations
+        chosen = pipeline.passes_for(gm, passes, decode_backend, *options)
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
@@ -80,10 +83,13 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count() or 1}
     defaults: dict[str, Any] = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     given = options or {}
-    for name in ("batch_invariant", "captured"):
+    for name in ("batch_invariant", "captured", "fp8_activations"):
         if type(given.get(name, False)) is not bool:
             raise MLAError(f"options['{name}']", "True or False", repr(given[name]))
     if given.get("batch_invariant"):
+        if given.get("fp8_activations"):
+            expected = "False with batch_invariant=True, which has no kernel for them"
+            raise MLAError("options['fp8_activations']", expected, True, "leave one of the two out")
         defaults |= INDUCTOR_OPTIONS
     else:
         # Otherwise Inductor times the tiles of a sum in its first run and selects the fastest. The choice, and with it

@@ -43,6 +43,7 @@ class EngineSettings(TypedDict, total=False):
     decode_backend: str | None
     capture_budget: int | None
     batch_invariant: bool
+    fp8_activations: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,10 @@ class EngineFields:
             or without, in every process on the same model of GPU with the same versions. It compiles all steps, those
             with prompts included; prompts share only pages that prompts have filled, not emitted tokens; and requests
             begin once there are pages for their longest text. Not for `compile=False` or models with recurrent layers.
+        fp8_activations: in steps of more than 128 tokens, tokens are quantised to FP8 before they are multiplied by FP8
+            weights, with a scale for each 128 numbers. Prompts are faster and less exact (docs/serving.md), and steps
+            with prompts are compiled from the first on. For a model with FP8 weights on Hopper; not for `compile=False`
+            or `batch_invariant`.
 
     Raises:
         MLAError: a bad argument, named.
@@ -248,6 +253,11 @@ class EngineFields:
         "generate serve",
         "A completion has the same tokens and logprobs, bit for bit, alone and beside any others, in any dtype, with "
         "any K; compiles every step.",
+    )
+    fp8_activations: bool = setting(
+        False,
+        "serve",
+        "Quantise the tokens of long steps to FP8 where the weights are FP8: faster prompts, less exact.",
     )
 
     def __post_init__(self) -> None:

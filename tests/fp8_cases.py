@@ -24,3 +24,17 @@ def values_of(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def linear_by_definition(x: Tensor, *weights: tuple[Tensor, Tensor]) -> Tensor:
     """`fp8_linear` in float64."""
     return torch.cat([x.double() @ values_of(w, s, x.dtype).mT for w, s in weights], dim=-1)
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 values of `[..., columns]`, and a scale `[..., columns / 128]` for each block: its largest becomes 448."""
+    blocks = x.float().unflatten(-1, (-1, 128))
+    largest = blocks.abs().amax(-1)
+    scale = torch.where(largest == 0, 1.0, largest / 448)
+    return (blocks / scale[..., None]).to(DTYPE).flatten(-2), scale
+
+
+def in_fp8(x: Tensor) -> Tensor:
+    """The numbers that `quantised` stores, in float64."""
+    values, scale = quantised(x)
+    return values.double() * scale.double().repeat_interleave(128, dim=-1)

@@ -1,6 +1,7 @@
 """Problems for the attention and expert kernels on any device; their answers in float64, from the definition."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -13,7 +14,7 @@ from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.paging import write_latents
 from tests.cases import Case
-from tests.fp8_cases import fp8_weight, values_of
+from tests.fp8_cases import fp8_weight, in_fp8, values_of
 from tests.reference import mla_attention_reference
 
 HUGE = 2**31 - 1
@@ -238,7 +239,7 @@ class MoeCase:
         return tuple(getattr(self, field.name) for field in fields(self)[:-2])
 
     def all_args(self, row_lens: Tensor | None = None, q_len: int = 1) -> tuple:
-        return *self.args(), row_lens, q_len, *self.shared, *self.scales
+        return *self.args(), row_lens, q_len, *self.shared, *self.scales, False
 
     def operands(self, row_lens: Tensor | None = None, q_len: int = 1) -> ExpertOperands:
         return ExpertOperands(*self.all_args(row_lens, q_len))
@@ -325,21 +326,31 @@ def dequantized(case: MoeCase) -> MoeCase:
     )
 
 
-def moe_reference(case: MoeCase) -> Tensor:
-    """The experts in float64, one (token, expert) pair at a time."""
+def moe_reference(case: MoeCase, stored: Callable[[Tensor], Tensor] = Tensor.double) -> Tensor:
+    """The experts in float64, one (token, expert) pair at a time. stored: makes the numbers that are multiplied."""
     if case.scales[0] is not None:
         case = dequantized(case)
-    x, weights = case.x.double(), case.topk_weights.double()
+    x, weights = stored(case.x), case.topk_weights.double()
     out = torch.zeros_like(x)
     for token, chosen in enumerate(case.topk_ids.tolist()):
         for k, expert in enumerate(chosen):
             gate, up = (case.w_gate_up[expert].double() @ x[token]).chunk(2)
-            activated = torch.nn.functional.silu(gate) * up
+            activated = stored(torch.nn.functional.silu(gate) * up)
             out[token] += weights[token, k] * (case.w_down[expert].double() @ activated)
     if case.shared[0] is not None:
         gate, up, down = (w.double().T for w in case.shared)
-        out += (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
+        out += stored(torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
     return out
+
+
+def check_quantised_moe(case: MoeCase, got: Tensor, runs: Tensor | slice = slice(None)) -> None:
+    """runs: the tokens that are not padding; the others are 0. A number of FP8 may be rounded to a neighbour."""
+    kept = {name: getattr(case, name)[runs] for name in ("x", "topk_weights", "topk_ids")}
+    expected = moe_reference(replace(case, **kept), in_fp8)
+    assert got.is_contiguous() and got.dtype == case.x.dtype and got.shape == case.x.shape
+    error = (got[runs].double() - expected).abs().max() / expected.abs().max()
+    assert error < 2 * TOLERANCE[got.dtype], error
+    assert isinstance(runs, slice) or not got[~runs].any()
 
 
 def check_moe(case: MoeCase, got: Tensor) -> None:

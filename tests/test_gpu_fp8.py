@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from mla_compile import Engine, load_model
+from mla_compile import Engine, SamplingParams, load_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.ops.device import device_of
 from mla_compile.ops.experts.kernels.moe import moe_rounded, moe_triton
@@ -14,10 +14,18 @@ from mla_compile.ops.experts.tiles import fp8_moe_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.linear.fp8_linear import fp8_linear, fp8_linear_op
 from mla_compile.ops.linear.kernels import blocks
-from mla_compile.ops.linear.kernels.fp8 import dequantize_triton
+from mla_compile.ops.linear.kernels.fp8 import dequantize_triton, quantize_triton
 from mla_compile.ops.linear.tiles import many_block_tiles
-from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
-from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, dequantized, moe_case, padding
+from tests.fp8_cases import fp8_weight, in_fp8, linear_by_definition, quantised, values_of
+from tests.kernel_cases import (
+    MoeCase,
+    check_moe,
+    check_padded_moe,
+    check_quantised_moe,
+    dequantized,
+    moe_case,
+    padding,
+)
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -40,7 +48,7 @@ def test_products_equal_the_definition(dtype: torch.dtype, columns: int, k: int)
         x = torch.randn(tokens, k + 8, device="cuda", dtype=dtype)[:, 8:]
         expected = linear_by_definition(x, (weight, scale))
         for batch_invariant in (False, True):
-            args = x, weight, scale, None, None, batch_invariant
+            args = x, weight, scale, None, None, False, batch_invariant
             assert choose("fp8_linear", args).chosen.name.startswith(("triton", "blocks", "dequantized"))
             error = (fp8_linear(*args).double() - expected).abs().max() / expected.abs().max()
             assert error < BOUND[dtype], error
@@ -51,10 +59,12 @@ def test_a_tokens_bits_depend_on_no_other_token() -> None:
         weight, scale = fp8_weight(columns, k, device="cuda")
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(3000, k, device="cuda", dtype=dtype)
-            whole = fp8_linear_op(x, weight, scale, None, None, True)
+            whole = fp8_linear_op(x, weight, scale, None, None, False, True)
             for tokens in (1, 2, 5, 16, 17, 33, 64, 100, 128, 129, 544, 1500):
                 for part in (slice(tokens), slice(-tokens, None)):
-                    assert torch.equal(fp8_linear_op(x[part], weight, scale, None, None, True), whole[part])
+                    assert torch.equal(
+                        fp8_linear_op(x[part], weight, scale, None, None, False, True), whole[part]
+                    )
 
 
 def test_no_tile_changes_a_bit() -> None:
@@ -148,6 +158,55 @@ def test_a_nan_weight_is_seen() -> None:
         assert moe_experts_op(*part, *case.all_args()[3:])[0, 5].isnan()
         out = fp8_linear(torch.randn(tokens, 300, device="cuda").bfloat16(), weight, scale)
         assert out[:, 5].isnan().all() and out[:, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "k"), [(1344, 2048), (5120, 768), (576, 2048), (2048, 5120), (16, 128), (400, 640)], ids=str
+)
+def test_products_of_tokens_in_fp8(columns: int, k: int) -> None:
+    weight, scale = fp8_weight(columns, k, device="cuda")
+    for tokens in (129, 131, 600, 4097):
+        x = torch.randn(tokens, k + 8, device="cuda").bfloat16()[:, 8:]
+        values, scales = quantize_triton(x)
+        stored, of_blocks = quantised(x)
+        torch.testing.assert_close(scales.t()[:tokens], of_blocks, rtol=1e-6, atol=0)
+        assert (values[:tokens].float() != stored.float()).float().mean() < 1e-3, "but for ties"
+        args = x, weight, scale, None, None, True, False
+        assert choose("fp8_linear", args).chosen.name == "fp8_activations"
+        expected = linear_by_definition(in_fp8(x), (weight, scale))
+        error = (fp8_linear(*args).double() - expected).abs().max() / expected.abs().max()
+        assert error < BOUND[torch.bfloat16], error
+        assert not torch.equal(fp8_linear(*args), fp8_linear(*args[:5])), "without the flag"
+
+
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize("among", [2, 8])
+def test_experts_of_tokens_in_fp8(shared: int, among: int) -> None:
+    size = {"experts": 8, "hidden": 512, "intermediate": 384, "shared": shared, "among": among}
+    case = moe_case(700, 2, **size, dtype=torch.bfloat16, device="cuda", fp8=True)
+    args = (*case.all_args()[:-1], True)
+    assert choose("moe_experts", (*args, False)).chosen.name == "fp8_activations"
+    check_quantised_moe(case, moe_experts_op(*args))
+    row_lens, q_len, runs = padding(case, 2, [1, 0, 2])
+    check_quantised_moe(case, moe_experts_op(*case.all_args(row_lens, q_len)[:-1], True), runs)
+
+
+def test_an_engine_with_fp8_activations() -> None:
+    """Log-probabilities change little, and only if a step has many tokens."""
+    model = load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device="cuda", quantize="fp8")
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    found = []
+    for given in ({}, {"fp8_activations": True}):
+        engine = Engine(model, num_speculative_tokens=0, max_rows=4, max_model_len=512, **given)
+        engine.warm_up(sampling=params)
+        found.append(
+            [engine.generate([[3 + i % 90 for i in range(n)]], sampling=params)[0] for n in (20, 400)]
+        )
+        engine.close()
+    few, many = (
+        [one.logprobs[0][one.token_ids[0]].logprob for one in both] for both in zip(*found, strict=True)
+    )
+    assert few[0] == few[1] and many[0] != many[1] and abs(many[0] - many[1]) < 0.2, (few, many)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from torch import nn
+
 from mla_compile.backend import resolve_settings
 from mla_compile.caches import CacheSpec
 from mla_compile.defaults import (
@@ -21,6 +23,8 @@ from mla_compile.errors import MLAError
 from mla_compile.ops.attention.decode_backends import check_name, select_backend
 from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.ops.dispatch import Call, describe_device
+from mla_compile.ops.linear import fp8
+from mla_compile.ops.linear.fp8_linear import FP8_LINEAR
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import check_drafter, select_drafter
 from mla_compile.suggest import suggestions
@@ -36,6 +40,9 @@ class EngineConfig(EngineFields):
         if self.batch_invariant and self.compile is False:
             expected = "True with batch_invariant=True, which needs compiled steps"
             raise MLAError("compile", expected, False, "leave one of the two out")
+        if self.fp8_activations and (self.batch_invariant or self.compile is False):
+            other = "batch_invariant=True" if self.batch_invariant else "compile=False"
+            raise MLAError("fp8_activations", f"False with {other}", True, "leave one of the two out")
         if self.compile is not False:
             resolve_settings(self.mode, None)
         check_name("decode_backend", self.decode_backend)
@@ -48,7 +55,8 @@ class EngineConfig(EngineFields):
     @property
     def compile_options(self) -> dict[str, Any]:
         """The options of `torch.compile`. The engine records CUDA graphs itself: one holds several compiled calls."""
-        options = {"batch_invariant": self.batch_invariant, "captured": self.captures}
+        names = "batch_invariant", "fp8_activations"
+        options = {"captured": self.captures} | {name: getattr(self, name) for name in names}
         return {**resolve_settings(self.mode, options), "triton.cudagraphs": False}
 
     def stored(self, specs: Iterable[CacheSpec]) -> list[CacheSpec]:
@@ -87,6 +95,8 @@ class EngineConfig(EngineFields):
         if getattr(model, "selects_keys", False):
             self._check_for_selected_keys()
         device = describe_device(model.device)  # other constraints are checked when the model runs
+        if self.fp8_activations:
+            _check_for_fp8_activations(model)
         call = Call(*device, captured=self.captures, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
         num_pages = given.num_pages or 1 + self.max_rows * pages_per_row
@@ -267,6 +277,16 @@ def _check_model(model: object) -> None:
         got = f"{type(model).__name__} without {', '.join(missing) or '__call__'}"
         hint = "pass what `load_model` returns, or a model with all members of `ServedModel`"
         raise MLAError("model", "a model that an engine can serve", got, hint)
+
+
+def _check_for_fp8_activations(model: ServedModel) -> None:
+    """Raises `MLAError` where `fp8_activations` would change nothing: on another device, without FP8 weights."""
+    quantised = next(candidate for candidate in FP8_LINEAR if candidate.name == "fp8_activations")
+    if (reason := quantised.why_not_on(*describe_device(model.device))) is not None:
+        raise MLAError("fp8_activations", f"False on this device, as it {reason}", True)
+    if isinstance(model, nn.Module) and not any(weight.dtype == fp8.DTYPE for weight in model.parameters()):
+        hint = "load the model with quantize='fp8', or a checkpoint in FP8"
+        raise MLAError("fp8_activations", "False for a model without FP8 weights", True, hint)
 
 
 def check_positive(name: str, value: object) -> None:

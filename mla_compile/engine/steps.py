@@ -41,7 +41,7 @@ class Steps:
     The target's forward of steps with prompts runs eagerly until it is warmed up or `EAGER_MIXED_STEPS` have run, and
     always if no CUDA graphs are recorded: compiling it would take longer than it saves. On CPUs `choose_targets` runs
     eagerly. With `batch_invariant` all of this is compiled from the first step on, since compiled code and eager code
-    round differently.
+    round differently. So is the forward with `fp8_activations`, which eager code does not use.
 
     In float32 on a CPU, where compiled and eager steps choose the same tokens, a thread compiles steps while they run
     eagerly, unless `compile` is True: no request waits for a compilation. Processes that share a model compile on first
@@ -86,7 +86,7 @@ class Steps:
     def compiles_prompts(self) -> bool:
         """Whether steps with prompts are compiled now."""
         pays = self.pads and (self.warms_prompts or self.num_mixed > EAGER_MIXED_STEPS)
-        return pays or self._config.batch_invariant
+        return pays or self._config.batch_invariant or self._config.fp8_activations
 
     def whole(self, *, sampled: bool, prompts: bool) -> StepCall:
         """A step without the host between its parts."""

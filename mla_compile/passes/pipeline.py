@@ -30,6 +30,7 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
 from mla_compile.passes.plan_decode import plan_decode
+from mla_compile.passes.quantize_activations import quantize_activations
 from mla_compile.passes.remove_noops import remove_noops
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
@@ -61,6 +62,7 @@ def passes_for(
     decode_backend: str | None = None,
     batch_invariant: bool = False,
     captured: bool = True,
+    fp8_activations: bool = False,
 ) -> list[Pass]:
     """The passes for a graph: `passes` or the default ones, then the passes of options, with these bound.
 
@@ -77,6 +79,8 @@ def passes_for(
     if batch_invariant:
         # This includes norms that have no kernel, and those that a user's list of passes has left.
         bound += [partial(fuse_rms_norm, require_kernel=False), fuse_all_reduce, make_batch_invariant]
+    if fp8_activations:
+        bound.append(quantize_activations)
     if ours:
         bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     return [*passes, *bound]

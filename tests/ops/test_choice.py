@@ -398,7 +398,7 @@ ANY_CALL: dict[str, tuple[Any, ...]] = {
     **{op: made(torch.float32) for op, made in ORDINARY.items()},
     "all_reduce": (X, False),
     "all_gather": (X, 2),
-    "fp8_linear": (X, W, None, None, None, False),
+    "fp8_linear": (X, W, None, None, None, False, False),
     "batch_invariant_matmul": (torch.ones(3, 2, 4), COLUMNS),
     "fused_linear": (X, W, None, False),
     "matmul_by_head": (torch.ones(3, 2, 4), COLUMNS),

@@ -78,7 +78,7 @@ def test_opcheck(batch_invariant: bool) -> None:
     x = torch.randn(5, 216).bfloat16()[:, :200]
     weights = adjacent_weights(128, 72, 200)
     check_op(fp8_linear_op, (x, *weights, batch_invariant))
-    check_op(fp8_linear_op, (x, *weights[:2], None, None, batch_invariant))
+    check_op(fp8_linear_op, (x, *weights[:2], None, None, False, batch_invariant))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -143,7 +143,7 @@ def test_which_kernel_serves_a_call(
     machine: Any, dtype: torch.dtype, tokens: int, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
-    args = (torch.empty(tokens, 128, dtype=dtype), *fp8_weight(64, 128), None, None, asked)
+    args = (torch.empty(tokens, 128, dtype=dtype), *fp8_weight(64, 128), None, None, False, asked)
     assert choose("fp8_linear", fake(args, machine)).chosen.name == expected
 
 

@@ -30,9 +30,9 @@ def test_it_is_the_product_of_the_norm(
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_contracts(tokens: int, batch_invariant: bool) -> None:
     x, weight = torch.randn(tokens, K), torch.randn(7, K)
-    opcheck(norm_linear_op, (x, x * 2, torch.ones(K), EPS, weight, None, None, None, batch_invariant))
-    opcheck(norm_linear_op, (x, None, None, EPS, weight, None, weight[:3], None, batch_invariant))
-    fp8 = (x, None, None, EPS, *fp8_weight(7, K), None, None, batch_invariant)
+    opcheck(norm_linear_op, (x, x * 2, torch.ones(K), EPS, weight, None, None, None, False, batch_invariant))
+    opcheck(norm_linear_op, (x, None, None, EPS, weight, None, weight[:3], None, False, batch_invariant))
+    fp8 = (x, None, None, EPS, *fp8_weight(7, K), None, None, False, batch_invariant)
     # test_schema fails, as torch cannot compare FP8.
     opcheck(norm_linear_op, fp8, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 

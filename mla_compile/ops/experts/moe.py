@@ -69,6 +69,22 @@ MOE_EXPERTS = (
     _GEMV_FP8,
     replace(
         _TRITON_FP8,
+        name="fp8_activations",
+        description="many tokens, which are quantised too: FP8 by FP8",
+        function="mla_compile.ops.experts.kernels.moe_fp8:moe_fp8_activations",
+        min_capability=(9, 0),
+        constraints={
+            **_TRITON_FP8.constraints,
+            "dtype": (torch.bfloat16,),
+            "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
+            "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
+            "hidden": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+            "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+            "fp8_activations": (True,),
+        },
+    ),
+    replace(
+        _TRITON_FP8,
         name="rounded",
         description="many tokens: FP8 weights, and each expert's results, are rounded to the dtype",
         function="mla_compile.ops.experts.kernels.moe:moe_rounded",
@@ -97,7 +113,7 @@ MOE_EXPERTS = (
 @define_op(
     table=MOE_EXPERTS,
     operands=ExpertOperands,
-    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down: {
+    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, fp8_activations=False: {
         "dtype": x.dtype,
         "tokens": x.shape[0],
         "(token, expert) pairs": topk_ids.numel(),
@@ -106,6 +122,9 @@ MOE_EXPERTS = (
         "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
         "w_down.is_contiguous()": w_down.is_contiguous(),
         "weights": "FP8" if w_down.dtype == fp8.DTYPE else "of the dtype",
+        "hidden": x.shape[1],
+        "intermediate": w_down.shape[2],
+        "fp8_activations": fp8_activations,
     },
     name="moe_experts",
 )
@@ -125,6 +144,7 @@ def _experts(
     shared_gate_scale: Tensor | None = None,
     shared_up_scale: Tensor | None = None,
     shared_down_scale: Tensor | None = None,
+    fp8_activations: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
     """row_lens: how many of each row's `q_len` tokens are valid, int32 `[rows]`; more than `q_len` means all. The rest
@@ -133,6 +153,8 @@ def _experts(
         shared experts as one MLP, which runs on every token and whose output is added; all or none.
     shared_gate_scale, shared_up_scale, shared_down_scale: one scale per block of these weights, if all weights are FP8.
         The pass that adds shared experts checks them.
+    fp8_activations: whether many tokens may be quantised to FP8 if the weights are FP8, each with a scale for 128
+        columns; else products have the precision of x.
     """
     sizes = validate.Layouts()
     of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"

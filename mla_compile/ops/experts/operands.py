@@ -23,6 +23,7 @@ class ExpertOperands(NamedTuple):
     shared_gate_scale: Tensor | None = None
     shared_up_scale: Tensor | None = None
     shared_down_scale: Tensor | None = None
+    fp8_activations: bool = False
 
     @property
     def num_shared(self) -> int:

@@ -101,7 +101,7 @@ def is_one_matrix(first: Tensor, first_scale: Tensor, second: Tensor, second_sca
 
 def each_matrix(product: Callable[[Tensor, Tensor, Tensor], Tensor], operands: FP8LinearOperands) -> Tensor:
     """`product` of x and one or two weights with scales, `[tokens, columns]`: one call if they are one matrix."""
-    x, first, first_scale, second, second_scale = operands
+    x, first, first_scale, second, second_scale, _ = operands
     if second is None or second_scale is None:
         return product(x, first, first_scale)
     if is_one_matrix(first, first_scale, second, second_scale):

@@ -9,11 +9,25 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.adjacent import num_columns
 from mla_compile.ops.batch_invariant import product_by_row
-from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, UNIT, at_least, by_token, reference, triton
+from mla_compile.ops.dispatch import (
+    FLOAT8,
+    FLOATS,
+    HALF,
+    SOME,
+    UNIT,
+    Candidate,
+    at_least,
+    by_token,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.operands import FP8LinearOperands
 from mla_compile.ops.linear.tiles import MAX_SHARING
+
+MIN_QUANTISED = 129
+"""Fewest tokens that `fp8_activations` quantises. Fewer take no longer by weights that are converted in registers."""
 
 _SIZES = {"k": SOME, "columns": SOME}
 _IN_ORDER = triton(
@@ -40,6 +54,22 @@ FP8_LINEAR = (
         constraints={"dtype": HALF, "tokens": range(2, MAX_SHARING + 1), **_SIZES},
         min_capability=FLOAT8,
     ),
+    Candidate(
+        "fp8_activations",
+        "many tokens, which are quantised first: cuBLAS multiplies FP8 by FP8",
+        "mla_compile.ops.linear.kernels.fp8_linear:linear_fp8_activations",
+        ("cuda",),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        packages=("triton",),
+        constraints={
+            "dtype": (torch.bfloat16,),
+            "tokens": at_least(MIN_QUANTISED),
+            "k": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+            "columns": range(16, 2**31, 16),
+            "fp8_activations": (True,),
+        },
+    ),
     triton(
         "many tokens: the weight is dequantised first, and cuBLAS multiplies",
         "mla_compile.ops.linear.kernels.fp8_linear:linear_dequantized",
@@ -65,7 +95,10 @@ FP8_LINEAR = (
     table=FP8_LINEAR,
     operands=FP8LinearOperands,
     layouts={"x": "tokens, k"},
-    facts=lambda first, second: {"columns": num_columns(first, second)},
+    facts=lambda first, second, fp8_activations=False: {
+        "columns": num_columns(first, second),
+        "fp8_activations": fp8_activations,
+    },
 )
 def fp8_linear(
     x: Tensor,
@@ -73,17 +106,20 @@ def fp8_linear(
     first_scale: Tensor,
     second: Tensor | None = None,
     second_scale: Tensor | None = None,
+    fp8_activations: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
     """`x @ w.T`, w being the dequantised weight (`ops/linear/fp8.py`), or `[x @ first.T | x @ second.T]`.
 
-    `x` is not quantised. Products are added in float32 at least.
+    Products are added in float32 at least.
 
     Args:
         x: `[tokens, k]`, float; any stride between tokens.
         first: float8_e4m3fn `[n_first, k]`, contiguous; `first_scale`: float32 `[ceil(n_first / 128), ceil(k / 128)]`,
             one scale per block of 128 x 128.
         second, second_scale: the same for a second weight, whose columns follow; both or none.
+        fp8_activations: whether many tokens may be quantised to FP8, each with a scale for 128 columns; else `x` keeps
+            its dtype.
         batch_invariant: whether a token's bits must depend on that token and the weights only.
 
     Returns:
@@ -121,7 +157,7 @@ def linear_torch(operands: FP8LinearOperands) -> Tensor:
 
 def linear_by_row(operands: FP8LinearOperands) -> Tensor:
     """`fp8_linear` with one matmul per token and weight."""
-    x, first, first_scale, second, second_scale = operands
+    x, first, first_scale, second, second_scale, _ = operands
 
     def product(weight: Tensor, scale: Tensor) -> Tensor:
         columns = fp8.dequantize(weight, scale).to(x.dtype).t().unsqueeze(0)

@@ -72,13 +72,14 @@ def norm_linear(operands: NormLinearOperands, batch_invariant: bool = False) -> 
     Args:
         x, residual, norm_weight, eps: arguments of the norm; residual may be None.
         first, first_scale, second, second_scale: weights; without scales they have the dtype of `x`.
+        fp8_activations: of `fp8_linear`.
         batch_invariant: whether a token's bits must depend on its own `x` and `residual` and the weights only.
 
     Returns:
         product: `[tokens, n_first + n_second]`, contiguous.
         total: `x + residual`, rounded to their dtype; `[0, k]` without a residual.
     """
-    x, residual, _, _, first, first_scale, second, second_scale = operands
+    x, residual, _, _, first, first_scale, second, second_scale, _ = operands
     if first_scale is None:
         check_linear(x, first, second, batch_invariant)
     else:
@@ -93,11 +94,12 @@ norm_linear_op = torch.ops.mla_compile.norm_linear.default
 
 def norm_then_product(operands: NormLinearOperands, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """`norm_linear` as a norm op followed by a linear op."""
-    x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
+    x, residual, norm_weight, eps, first, first_scale, second, second_scale, fp8_activations = operands
     if residual is None:
         normed, total = rms_norm_op(x, norm_weight, eps), x.new_empty(0, x.shape[1])
     else:
         normed, total = add_rms_norm_op(x, residual, norm_weight, eps)
     if first_scale is None:
         return fused_linear_op(normed, first, second, batch_invariant), total
-    return fp8_linear_op(normed, first, first_scale, second, second_scale, batch_invariant), total
+    flags = fp8_activations, batch_invariant
+    return fp8_linear_op(normed, first, first_scale, second, second_scale, *flags), total

@@ -16,6 +16,7 @@ class NormLinearOperands(NamedTuple):
     first_scale: Tensor | None = None
     second: Tensor | None = None
     second_scale: Tensor | None = None
+    fp8_activations: bool = False
 
 
 class FP8LinearOperands(NamedTuple):
@@ -26,3 +27,4 @@ class FP8LinearOperands(NamedTuple):
     first_scale: Tensor
     second: Tensor | None = None
     second_scale: Tensor | None = None
+    fp8_activations: bool = False

@@ -41,7 +41,7 @@ _MAX_SORTED_AT_ONCE = 4096
 """Pairs per iteration of the sort: eight per thread of 16 warps."""
 
 
-class _Choices(NamedTuple):
+class Choices(NamedTuple):
     """All (token, expert) pairs: the arguments of a kernel with these names."""
 
     topk_ids: Any
@@ -51,7 +51,7 @@ class _Choices(NamedTuple):
     q_len: Any
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Constants of a kernel."""
 
     TOPK: int
@@ -125,7 +125,7 @@ def sort_kernel(
 
     Each program reads all pairs twice and waits for no other program, so one launch is enough and the order is fixed.
     """
-    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
     expert = tl.program_id(0)
     earlier = tl.zeros([CHUNK], tl.int32)
     for start in range(0, pairs, CHUNK):
@@ -176,7 +176,7 @@ def _chosen_tile(
 
 
 @triton.jit
-def _tile(
+def tile_of(
     choices,
     tokens,
     starts,
@@ -211,8 +211,8 @@ def _tile(
 
 
 @triton.jit
-def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexpr):
-    """The tokens at positions t of the range of a `_tile`, and the matrix rows of their results; int64.
+def rows_of(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexpr):
+    """The tokens at positions t of the range of a `tile_of`, and the matrix rows of their results; int64.
 
     order: None if the caller does not use the tokens.
     """
@@ -221,7 +221,7 @@ def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexp
     if starts is None:
         # A shared expert needs no search.
         pairs = choices.pairs if shared < 0 else 0
-        searched = _Choices(choices.topk_ids, pairs, choices.row_lens, choices.rows, choices.q_len)
+        searched = Choices(choices.topk_ids, pairs, choices.row_lens, choices.rows, choices.q_len)
         row = _members(searched, expert, t, S)
         token = row // S.TOPK
     elif order is not None:
@@ -256,13 +256,13 @@ def gate_up_kernel(
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`silu(gate) * up` of one `_tile` with BLOCK_C columns."""
+    """`silu(gate) * up` of one `tile_of` with BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
-    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
     HIDDEN: tl.constexpr = S.HIDDEN
     INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
     COLUMN_TILES: tl.constexpr = (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C
-    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    expert, shared, column, begin, end = tile_of(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
     COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK * COLUMN_BLOCKS
     gate_of, up_of = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
@@ -273,7 +273,7 @@ def gate_up_kernel(
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        token, row = _rows(choices, t, end, expert, shared, tokens, starts, order, S)
+        token, row = rows_of(choices, t, end, expert, shared, tokens, starts, order, S)
         x_at = x + (token * x_stride)[:, None]
         if scales.both is None:
             row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
@@ -330,13 +330,13 @@ def down_kernel(
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The down projection of one `_tile` with BLOCK_C columns."""
+    """The down projection of one `tile_of` with BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
-    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
     HIDDEN: tl.constexpr = S.HIDDEN
     INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
     COLUMN_TILES: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
-    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    expert, shared, column, begin, end = tile_of(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
     w_of = weights.down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
     width = INTERMEDIATE
     COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
@@ -355,7 +355,7 @@ def down_kernel(
     w_at = w_of + (c.to(tl.int64) * width)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        _, row = _rows(choices, t, end, expert, shared, tokens, starts, None, S)
+        _, row = rows_of(choices, t, end, expert, shared, tokens, starts, None, S)
         row_at = activated + (row * INTERMEDIATE)[:, None]
         result = zeros(BLOCK_T, BLOCK_C, scale_of)
         for start in range(0, INTERMEDIATE, BLOCK_K):
@@ -438,6 +438,34 @@ def sort_pairs(
     return starts, order, places
 
 
+def num_programs(operands: ExpertOperands, column_tiles: int, tile_tokens: int, is_sorted: bool) -> int:
+    """The grid: an upper bound on the tiles of `tile_of` over all possible choices of experts."""
+    tokens, pairs = operands.x.shape[0], operands.topk_ids.numel()
+    token_tiles = chosen = min(pairs, operands.w_down.shape[0])
+    if is_sorted:
+        token_tiles = (pairs + chosen * (tile_tokens - 1)) // tile_tokens
+    return column_tiles * (token_tiles + operands.num_shared * triton.cdiv(tokens, tile_tokens))
+
+
+def weighted_sum(operands: ExpertOperands, pair_outs: Tensor, places: Tensor | None) -> Tensor:
+    """The result of a call, from the results of pairs and shared experts: see `weighted_sum_kernel`."""
+    (tokens, hidden), topk = operands.x.shape, operands.topk_ids.shape[1]
+    out = operands.x.new_empty((tokens, hidden))
+    padding = padding_of(operands.row_lens, operands.q_len)
+    # With few tokens a thread takes few columns, so it can issue the loads of all experts at once.
+    block_c = 256 if tokens <= 64 else 1024
+    weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
+        *(pair_outs, places, operands.topk_weights.contiguous(), out, tokens, *padding),
+        TOPK=topk,
+        SHARED=operands.num_shared,
+        HIDDEN=hidden,
+        BLOCK_C=block_c,
+        num_warps=4,
+        **early_options(operands.x),
+    )
+    return out
+
+
 def moe_triton(
     operands: ExpertOperands,
     *,
@@ -453,13 +481,13 @@ def moe_triton(
         `MIN_ROUNDED_WEIGHTS` pairs per expert on FP8 weights are scaled and rounded before they are multiplied.
     in_order: whether FP8 weights give a token the same bits in any batch.
     """
-    x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
+    x, _, topk_ids, _, w_down, row_lens, q_len, *_ = operands
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
     pairs = topk_ids.numel()
     shared = operands.num_shared
     x = x if x.stride(1) == 1 else x.contiguous()
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    topk_ids = topk_ids.contiguous()
 
     device = device_of(x)
     rounds_weights = rounded and pairs >= MIN_ROUNDED_WEIGHTS * experts
@@ -471,15 +499,10 @@ def moe_triton(
     is_sorted = pairs > MAX_UNSORTED_PAIRS
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
     chunk = min(_MAX_AT_ONCE, power_of_two(pairs))
-    sizes = _Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
+    sizes = Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
     def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
-        """The grid: an upper bound on the tiles of `_tile` over all possible choices of experts."""
-        token_tiles = chosen = min(pairs, experts)
-        if is_sorted:
-            token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
-        token_tiles += shared * triton.cdiv(tokens, tiles.tokens)
-        return (triton.cdiv(columns, tiles.columns) * token_tiles,)
+        return (num_programs(operands, triton.cdiv(columns, tiles.columns), tiles.tokens, is_sorted),)
 
     early = early_options(x)
     starts = order = places = None
@@ -487,7 +510,6 @@ def moe_triton(
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
     activated = x.new_empty((pairs + shared * tokens, intermediate))
     pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=x.dtype if rounded else torch.float32)
-    out = x.new_empty((tokens, hidden))
     routing = topk_ids, starts, pairs, experts, *padding
     gate_up_kernel[programs(intermediate, gate_up)](
         *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing, sizes),
@@ -503,18 +525,7 @@ def moe_triton(
         **early,
         **down.options(intermediate),
     )
-    # With few tokens a thread takes few columns, so it can issue the loads of all experts at once.
-    block_c = 256 if tokens <= 64 else 1024
-    weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
-        *(pair_outs, places, topk_weights, out, tokens, *padding),
-        TOPK=topk,
-        SHARED=shared,
-        HIDDEN=hidden,
-        BLOCK_C=block_c,
-        num_warps=4,
-        **early,
-    )
-    return out
+    return weighted_sum(operands, pair_outs, places)
 
 
 def moe_in_order(operands: ExpertOperands) -> Tensor:

@@ -81,3 +81,53 @@ def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     grid = (triton.cdiv(columns, fp8.BLOCK), triton.cdiv(rows, 32))
     dequantize_kernel[grid](weight, scale, out, rows, columns, ROWS=32, num_warps=4)
     return out
+
+
+@triton.jit
+def quantized(x, dtype: tl.constexpr):
+    """FP8 values `[rows, BLOCK]` and scales `[rows]` of x, float32: the largest of a row becomes 448."""
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.where(largest == 0.0, 1.0, largest / 448.0)
+    return (x / scale[:, None]).to(dtype), scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_kernel(
+    x,  # [tokens, BLOCKS * BLOCK], strides (x_stride, 1)
+    out,  # float8, contiguous
+    scales,  # float32 [BLOCKS, rows], contiguous
+    x_stride,
+    rows,
+    BLOCKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """AT_ONCE blocks of a token; grid `[tokens, parts of BLOCKS]`."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = block < BLOCKS
+    of_token = tl.load(x + token * x_stride + column, mask=inside[:, None], other=0.0).to(tl.float32)
+    values, scale = quantized(of_token, out.dtype.element_ty)
+    tl.store(out + token * (BLOCKS * BLOCK) + column, values, mask=inside[:, None])
+    tl.store(scales + block * rows + token, scale, mask=inside)
+
+
+def quantize_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block of 128 columns of a token in FP8, as DeepSeek quantises activations (arXiv 2412.19437, section 3.3.2).
+
+    Args:
+        x: `[tokens, columns]`, a multiple of 128 columns.
+
+    Returns:
+        float8_e4m3fn `[rows, columns]`, and float32 scales `[columns / 128, rows]`; rows: the tokens, rounded up to a
+        multiple of 4, as cuBLAS requires. The last ones are uninitialised.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, columns = x.shape
+    rows, num_blocks, at_once = -(-tokens // 4) * 4, columns // fp8.BLOCK, 16
+    out = x.new_empty((rows, columns), dtype=fp8.DTYPE)
+    scales = x.new_empty((num_blocks, rows), dtype=torch.float32)
+    quantize_kernel[(tokens, triton.cdiv(num_blocks, at_once))](
+        x, out, scales, x.stride(0), rows, BLOCKS=num_blocks, AT_ONCE=at_once, num_warps=4
+    )
+    return out, scales

@@ -32,7 +32,7 @@ def matmul_in_order(x: Tensor, w: Tensor) -> Tensor:
 
 def norm_linear_gemv(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
     """`norm_linear` for one or two tokens (one with FP8) and weights that are one matrix in memory."""
-    x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
+    x, residual, norm_weight, eps, first, first_scale, second, second_scale, _ = operands
     weight, scale = one_matrix(first, second), None
     tiles = gemv.half_tiles(x.shape[1])
     if first_scale is not None:
