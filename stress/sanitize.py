@@ -213,7 +213,9 @@ def compiled(cache: Path) -> set[str]:
     """The package's kernels that Triton compiled into its cache."""
     names = set()
     for path in cache.glob("*/*_kernel.ttgir"):
-        source = re.search(r'^#loc1? = loc\("[^"]*/(\w+)\.py":', path.read_text(encoding="utf-8"), re.MULTILINE)
+        source = re.search(
+            r'^#loc1? = loc\("[^"]*/(\w+)\.py":', path.read_text(encoding="utf-8"), re.MULTILINE
+        )
         if source:
             names.add(f"{source[1]}.{path.stem}")
     return names & kernels_of_package().keys()
@@ -303,7 +305,7 @@ def summary(tool: str, results: list[Result]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m stress.sanitize", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1200, help="for all of it; a quarter to compile")
+    parser.add_argument("--seconds", type=float, default=1200, help="for all of it; a third to compile")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at the same time")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/sanitize", help="logs, compiled kernels")
     parser.add_argument("--output", type=Path, default=ROOT / "stress/results/sanitizers.json")
@@ -324,11 +326,11 @@ def main() -> None:
             ]
             return [one.result() for one in started]
 
-    run_all([ALONE], start + args.seconds / 4)
+    run_all([ALONE], start + args.seconds / 3)
     results = run_all(args.tools, start + args.seconds)
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False)
     data: dict[str, Any] = environment("cuda" if gpus else "cpu")
-    data["compute-sanitizer"] = re.findall(r"ersion (\S+)", version.stdout)
+    data["sanitizer"] = "compute-sanitizer " + "".join(re.findall(r"Version (\S+)", version.stdout)[:1])
     data["tools"] = {tool: summary(tool, [one for one in results if one.tool == tool]) for tool in args.tools}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(data, indent=1) + "\n")
