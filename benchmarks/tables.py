@@ -1125,6 +1125,8 @@ def stress() -> str:
     rows = []
     for path in sorted((ROOT / "stress" / "results").glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
+        if "ranges" not in data:
+            continue
         for device in dict.fromkeys(one["device"] for one in data["ranges"]):
             ranges = [one for one in data["ranges"] if one["device"] == device]
             cases = sum(one["end"] - one["first"] for one in ranges)
@@ -1136,6 +1138,25 @@ def stress() -> str:
     if not rows:
         return "No results are committed.\n"
     return table(["command", "device", "torch", "cases", "failed"], rows)
+
+
+def sanitizers() -> str:
+    """What each tool of compute-sanitizer reported, and the explanations of the reports."""
+    path = ROOT / "stress" / "results" / "sanitizers.json"
+    if not path.exists():
+        return "No results are committed.\n"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    rows, reports = [], []
+    for tool, found in data["tools"].items():
+        kernels, all_kernels = len(found["kernels"]), len(found["kernels"]) + len(found["missing"])
+        rows.append([tool, found["tests"], f"{kernels} of {all_kernels}", len(found["reports"])])
+        reports += [
+            [tool, f"`{one['kernel']}`", one["report"], one["explained"] or "not yet explained"]
+            for one in found["reports"]
+        ]
+    where = f"{data['device']}, torch {data['torch']}, {data['sanitizer']}.\n"
+    text = where + table(["tool", "tests", "kernels", "reports"], rows)
+    return text + (table(["tool", "kernel", "report", "explanation"], reports) if reports else "")
 
 
 def matrix() -> str:
@@ -1151,6 +1172,7 @@ def matrix() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "stress": stress,
+    "sanitizers": sanitizers,
     "families": families,
     "figures": figures,
     "fp8_step": fp8_step,

@@ -2,11 +2,13 @@
 
 Sizes, dtypes, strides, page sizes and lengths from 0 are drawn, and memory that no row owns is NaN. In a third of the
 cases one argument is then changed. Such a call is either refused, by an error that names an argument, or its result is
-still that of the definition. On a GPU every candidate that serves a call computes it, in few shapes, as each compiles.
+still that of the definition. One of the candidates that serve a call computes it, which is drawn.
+
+A kernel compiles for a second on a GPU. So there `BLOCK` cases share, op by op, what it is compiled for, and what is
+changed; each draws its own lengths, rows, values and candidate.
 """
 
 import argparse
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import mla_compile.passes.pipeline  # noqa: F401 - it imports the ops that passes alone emit
 from mla_compile import MLAError, mla_decode
@@ -27,7 +30,11 @@ from tests.kernel_cases import TOLERANCE
 from tests.ops.random_calls import OPS, Args, Call, attention
 
 DTYPES = [*TOLERANCE, torch.int32, torch.int64, torch.bool, torch.uint8]
-
+BLOCK = 4000
+CHANGES = 4
+"""The changes of a block to one op's arguments."""
+GAP = 512
+"""Bytes between the memories of two arguments, which are aligned to as many: those that torch aligns to."""
 
 UNCHECKED = ("top_k", "position", "seed")
 """Whose values the callers of an op check."""
@@ -39,7 +46,7 @@ def changed(name: str, value: Any, draw: Draw, device: str) -> Any:
     """Another value for an argument; whether it is valid is open."""
     if not isinstance(value, Tensor):
         if value is None:
-            return draw.choice((torch.zeros(2, device=device), 5, "x"))
+            return draw.choice((torch.zeros(2), 5, "x"))
         others: list[Any] = [None, "x", [1], 1 + 2j]
         if isinstance(value, int) and not isinstance(value, bool):
             others += [0, -1, value + 1, 2**12, 1.5]
@@ -76,22 +83,45 @@ def changed(name: str, value: Any, draw: Draw, device: str) -> Any:
     return draw.choice(kinds)()
 
 
-def storage(x: Tensor) -> Tensor:
-    """A copy of all bytes that a tensor's memory has."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()
+class Memory:
+    """The memory of a call's tensors in one piece, with NaN between them: two copies bring all to a GPU and back."""
 
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self.tensors = {k: x for k, x in args.items() if isinstance(x, Tensor) and x.device.type != "meta"}
+        pieces = {(piece := x.untyped_storage()).data_ptr(): piece for x in self.tensors.values()}
+        self.starts, end = {}, GAP
+        for key, piece in pieces.items():
+            self.starts[key] = end
+            end += -(-piece.nbytes() // GAP) * GAP + GAP
+        self.bytes = torch.full((end,), 0xFF, dtype=torch.uint8)
+        for key, piece in pieces.items():
+            own = self.bytes[self.starts[key] :][: piece.nbytes()]
+            own.copy_(torch.empty(0, dtype=torch.uint8).set_(piece))
 
-def outside(x: Tensor) -> Tensor:
-    """The bytes of its memory that are not its own."""
-    marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool, device=x.device)
-    marks.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
-    return storage(x)[~marks.repeat_interleave(x.element_size())]
+    def view(self, memory: Tensor, name: str) -> Tensor:
+        """An argument in a copy of this memory."""
+        x = self.tensors[name]
+        start = self.starts[x.untyped_storage().data_ptr()] // x.element_size() + x.storage_offset()
+        return memory.view(x.dtype).as_strided(x.shape, x.stride(), start)
 
+    def args_in(self, memory: Tensor) -> Args:
+        return self.args | {name: self.view(memory, name) for name in self.tensors}
 
-def check_unchanged(before: dict[str, Tensor], args: Args, written: tuple[str, ...]) -> None:
-    for name, bytes_before in before.items():
-        if name not in written:
-            assert torch.equal(bytes_before, storage(args[name])), f"{name} has changed"
+    def check_unchanged(self, after: Tensor, written: tuple[str, ...] = ()) -> None:
+        kept = after.clone() if written else after
+        for name in written:
+            if name in self.tensors:
+                self.view(kept, name).copy_(self.tensors[name])
+        if not torch.equal(kept, self.bytes):
+            changed = [
+                name
+                for name, x in self.tensors.items()
+                if not torch.equal(
+                    *(y.contiguous().view(-1).view(torch.uint8) for y in (self.view(kept, name), x))
+                )
+            ]
+            raise AssertionError(f"{', '.join(changed) or 'memory outside the arguments'} has changed")
 
 
 def is_named(error: BaseException, args: Args) -> bool:
@@ -103,8 +133,8 @@ def is_named(error: BaseException, args: Args) -> bool:
     return isinstance(error, TypeError | RuntimeError) and any(f"argument '{name}'" in text for name in args)
 
 
-def candidates(call: Call, args: Args, device: str, draw: Draw) -> list[tuple[str, Any, Args]]:
-    """What runs a valid call: on a GPU all candidates that serve it, on a CPU one of them."""
+def candidates(call: Call, args: Args) -> list[tuple[str, Any, Args]]:
+    """What may run a valid call."""
     found: list[tuple[str, Any, Args]] = []
     if call.function is mla_decode:
         given = DecodeOperands(*(args[name] for name in DecodeOperands._fields))
@@ -114,8 +144,7 @@ def candidates(call: Call, args: Args, device: str, draw: Draw) -> list[tuple[st
         values = [args.get(name) for name in inspect.signature(call.function).parameters]
         facts = library.call_of(call.name, values)
         found = [(c.name, c, {}) for c in table if c.why_not(facts) is None]
-    found = found or [("", None, {})]
-    return found if device == "cuda" else [draw.choice(found)]
+    return found or [("", None, {})]
 
 
 @contextmanager
@@ -132,46 +161,48 @@ def chosen(op: str, candidate: Any) -> Iterator[None]:
 
 def run(draw: Draw, device: str) -> str:
     makers = [make for make in OPS if device == "cpu" or make is not attention]
-    call = draw.choice(makers)(draw, device)
+    make = draw.choice(makers)
+    if device == "cuda":
+        draw.share(BLOCK, make.__name__)
+    call = make(draw, device)
     args, name = dict(call.args), None
     if draw.random() < 0.35:
+        if device == "cuda":
+            draw.share(BLOCK, f"{make.__name__} {draw.randrange(CHANGES)}")
         # The pass that adds shared experts checks their weights.
-        name = draw.choice([key for key in args if not key.startswith("shared_")])
-        args[name] = changed(name, args[name], draw, device)
+        name = draw.block.choice([key for key in args if not key.startswith("shared_")])
+        args[name] = changed(name, args[name], draw.block, device)
     draw.note(
         lambda: " ".join(
             (call.name, *(f"{key}={shown(value)}" for key, value in args.items()), f"changed: {name}")
         )
     )
+    memory = Memory(args)
+    there = memory.bytes.to(device, copy=True)
+    given, candidate = memory.args_in(there), None
     if name is None:
-        for label, candidate, more in candidates(call, args, device, draw):
-            draw.note("candidate", label)
-            given = copy.deepcopy(args) | more if device == "cuda" else args | more
-            with chosen(call.name, candidate):
-                compute(call, given, name)
-        return f"{call.name}, valid"
-    return f"{call.name}, {compute(call, args, name)}"
+        label, candidate, more = draw.choice(candidates(call, given))
+        draw.note("candidate", label)
+        given |= more
+    with chosen(call.name, candidate):
+        return f"{call.name}, {compute(call, memory, there, given, name)}"
 
 
-def compute(call: Call, args: Args, name: str | None) -> str:
-    """Run and check a call; `name` of its arguments was changed."""
-    tensors = {key: x for key, x in args.items() if isinstance(x, Tensor) and x.device.type != "meta"}
-    memory = {key: storage(x) for key, x in tensors.items()}
-    before = args | {key: tensors[key].clone() for key in call.mutates if key in tensors}
-    around = {key: outside(tensors[key]) for key in call.mutates if key in tensors}
+def compute(call: Call, memory: Memory, there: Tensor, given: Args, name: str | None) -> str:
+    """Run and check a call with arguments in memory `there`; `name` of them was changed."""
     try:
-        result = call.function(**args)
+        result = call.function(**given)
     except Exception as error:
-        check_unchanged(memory, args, ())
-        if name is None or not is_named(error, args):
+        memory.check_unchanged(there.cpu())
+        if name is None or not is_named(error, given):
             raise
         return "refused"
-    check_unchanged(memory, args, call.mutates)
-    for key, bytes_before in around.items():
-        assert torch.equal(bytes_before, outside(args[key])), f"memory around {key} has changed"
-    if not any(isinstance(x, Tensor) and x.device.type == "meta" for x in args.values()):
-        call.check(before, args, result)
-    return "changed and still valid"
+    after = there.cpu()
+    memory.check_unchanged(after, call.mutates)
+    if not any(isinstance(x, Tensor) and x.device.type == "meta" for x in given.values()):
+        written = {key: memory.tensors[key].clone() for key in call.mutates if key in memory.tensors}
+        call.check(memory.args | written, memory.args_in(after), tree_map_only(Tensor, Tensor.cpu, result))
+    return "valid" if name is None else "changed and still valid"
 
 
 def shown(value: Any) -> str:

@@ -15,11 +15,12 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -38,11 +39,16 @@ SECONDS_BETWEEN_SAVES = 10
 
 
 class Draw(Random):
-    """Random choices of a seed, recorded; or those of a record again, and after its end always the first choice."""
+    """Random choices of a seed, recorded; or those of a record again, and after its end always the first choice.
 
-    def __init__(self, seed: int = 0, record: list[int] | None = None) -> None:
+    block: draws what a case may share with others; the case's own choices until `share`.
+    """
+
+    def __init__(self, seed: int | str = 0, record: list[int] | None = None) -> None:
         super().__init__(seed)
         self.taken: list[int] = []
+        self.block = self
+        self._seed = seed
         self._notes: list[tuple[object, ...]] = []
         self._record = None if record is None else iter(record)
 
@@ -56,6 +62,11 @@ class Draw(Random):
 
     def random(self) -> float:
         return self.getrandbits(53) / 2**53
+
+    def share(self, cases: int, name: str) -> None:
+        """From now on `block` draws the same for all that share this name, among so many cases in turn."""
+        self.block = Draw(f"{int(self._seed) // cases} {name}")
+        self.block.taken, self.block._record = self.taken, self._record
 
     def note(self, *what: object) -> None:
         """A line of the report of this case, if it fails. A function is called then."""
@@ -148,14 +159,15 @@ def check_message(error: Exception, pattern: str) -> None:
     assert re.match(pattern, text) and "\n" not in text, text[:300]
 
 
-def report(name: str, seed: int, failure: Failure) -> str:
+def report(name: str, seed: int, failure: Failure, device: str = "cpu") -> str:
+    again = name if device == "cpu" else f"{name} --device {device}"
     record = ",".join(map(str, failure.draw.taken))
     lines = [
         f"{name}: case {seed} fails: {failure.error}",
         *(f"  {note}" for note in failure.draw.notes()),
         failure.trace,
-        f"again: python -m {name} --case {seed}",
-        f"smaller: python -m {name} --record {record or 0}",
+        f"again: python -m {again} --case {seed}",
+        f"smaller: python -m {again} --record {record or 0}",
     ]
     return "\n".join(lines)
 
@@ -198,6 +210,14 @@ class Results:
         self.data["ranges"].append(started)
         self.ranges.append(started)
         return started
+
+    def add(self, ranges: list[dict[str, Any]]) -> None:
+        """Ranges of other processes; those that follow each other become one."""
+        for one in ranges:
+            into = self.begin(one["first"])
+            into["end"], into["seconds"] = one["end"], round(into["seconds"] + one["seconds"], 1)
+            into["counts"] = dict(sorted((Counter(into["counts"]) + Counter(one["counts"])).items()))
+            into["failures"] += one["failures"]
 
     def repeat_failures(self, case: Case) -> None:
         """Run the cases that failed again, and note with which version they pass."""
@@ -253,8 +273,11 @@ def run(
             found = attempt(case, Draw(number))
             if isinstance(found, Failure):
                 failures += 1
-                found = reduced(case, found)
-                print(report(name, number, found), flush=True)
+                if "CUDA error" in found.error:  # every call of this process fails from now on
+                    most = failures
+                else:
+                    found = reduced(case, found)
+                print(report(name, number, found, device), flush=True)
                 here["failures"].append(
                     {"seed": number, "error": found.error[:300], "record": found.draw.taken}
                 )
@@ -267,12 +290,54 @@ def run(
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
     save()
-    rate = ran / max(1e-9, time.monotonic() - start)
+    summarise(name, ran, time.monotonic() - start, failures, done, cases, counts)
+    return failures
+
+
+def summarise(
+    name: str, ran: int, seconds: float, failures: int, done: int, cases: int, counts: Mapping[str, int]
+) -> None:
+    rate = ran / max(1e-9, seconds)
     state = "all" if done + ran >= cases else "the same command continues"
     print(f"{name}: {ran} cases, {rate:.1f} a second, {failures} failed; {done + ran} of {cases}: {state}")
     for kind, count in sorted(counts.items()):
         print(f"  {count:>9} {kind}")
-    return failures
+
+
+def run_jobs(name: str, case: Case, args: argparse.Namespace) -> int:
+    """The same as `run`, by `args.jobs` processes, each with its range of seeds and one of the GPUs."""
+    results = Results(name, args.output, environment(args.device))
+    results.repeat_failures(case)
+    done = sum(one["end"] - one["first"] for one in results.ranges)
+    first = max((one["end"] for one in results.ranges), default=args.seed)
+    each = -(-max(0, args.cases - done) // args.jobs)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    visible = gpus.split(",")
+    start, parts = time.monotonic(), []
+    with TemporaryDirectory() as folder:
+        for i in range(args.jobs):
+            part, log = Path(folder, f"{i}.json"), Path(folder, f"{i}.log")
+            given = {"cases": each, "seed": first + i * each, "seconds": args.seconds, "output": part}
+            given |= {"device": args.device, "failures": args.failures}
+            line = [sys.executable, "-m", name, *(f"--{key}={value}" for key, value in given.items())]
+            env = os.environ | {"CUDA_VISIBLE_DEVICES": visible[i % len(visible)]}
+            with log.open("w") as file:
+                job = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, env=env)
+            parts.append((job, part, log))
+        found: list[dict[str, Any]] = []
+        for job, part, log in parts:
+            if job.wait():
+                print(log.read_text(), end="", flush=True)
+            if part.exists():
+                found += json.loads(part.read_text())["ranges"]
+    results.add(found)
+    results.save()
+    counts, failures = Counter(), sum(len(one["failures"]) for one in found)
+    for one in found:
+        counts.update(one["counts"])
+    ran = sum(one["end"] - one["first"] for one in found)
+    summarise(name, ran, time.monotonic() - start, failures, done, args.cases, counts)
+    return failures or any(job.returncode for job, *_ in parts)
 
 
 def command(
@@ -290,6 +355,7 @@ def command(
     parser.add_argument("--case", type=int, help="run this case alone, with its notes")
     parser.add_argument("--record", help="run the case of this record alone, as a failure's report gives it")
     parser.add_argument("--failures", type=int, default=10, help="stop after this many")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, spread over all GPUs")
     parser.add_argument("--device", choices=devices, default=devices[0])
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -297,7 +363,11 @@ def command(
     if args.case is not None or args.record is not None:
         record = None if args.record is None else [int(value) for value in args.record.split(",")]
         found = attempt(case, Draw(args.case or 0, record))
-        sys.exit(report(name, args.case or 0, found) if isinstance(found, Failure) else print(found))
+        sys.exit(
+            report(name, args.case or 0, found, args.device) if isinstance(found, Failure) else print(found)
+        )
+    if args.jobs > 1:
+        sys.exit(bool(run_jobs(name, case, args)))
     failed = run(
         name,
         case,

@@ -517,26 +517,28 @@ def drawn_matmul(
     most: int,
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     device: str = "cpu",
+    block: random.Random | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments of `batch_invariant_matmul` of any strides: weights transposed or not, whole or a slice; x too.
 
-    Terms differ much in size, which shows another order.
+    Terms differ much in size, which shows another order. block: draws dtypes, widths and strides.
     """
+    block = block or draw
     g = torch.Generator(device).manual_seed(draw.randint(0, 10**6))
-    dtype = draw.choice(dtypes)
-    tokens, groups = draw.choice([1, 2, draw.randint(1, most_tokens)]), draw.choice([1, 1, 2, 5])
-    k, n = (draw.choice([draw.randint(1, most), 16 * draw.randint(1, 1 + most // 16)]) for _ in range(2))
+    dtype = block.choice(dtypes)
+    tokens, groups = draw.choice([1, 2, draw.randint(1, most_tokens)]), block.choice([1, 1, 2, 5])
+    k, n = (block.choice([block.randint(1, most), 16 * block.randint(1, 1 + most // 16)]) for _ in range(2))
 
     def randn(*shape: int) -> Tensor:
         """Contiguous, or strided and at any offset."""
-        before, after = draw.choice([(0, 0), (draw.randint(0, 9), draw.randint(0, 9))])
+        before, after = block.choice([(0, 0), (block.randint(0, 9), block.randint(0, 9))])
         wide = torch.randn(*shape[:-1], before + shape[-1] + after, generator=g, device=device)
         return wide.to(dtype)[..., before : before + shape[-1]]
 
-    w = randn(groups, n, k).mT if draw.random() < 0.6 else randn(groups, k, n)
+    w = randn(groups, n, k).mT if block.random() < 0.6 else randn(groups, k, n)
     x = randn(tokens, groups, k)
     x.mul_(torch.randn(k, generator=g, device=device).mul_(2).exp2_().to(dtype))
-    if draw.random() < 0.2:
+    if block.random() < 0.2:
         x = x.mT.contiguous().mT
     return x, w
 

@@ -1093,21 +1093,32 @@ def test_a_product_of_few_tokens(dtype: torch.dtype, columns: int, k: int) -> No
         torch.testing.assert_close(fused_linear(x, weight).float(), expected, atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("heads", [1, 20, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("of", ["w_uk", "w_uv"])
-def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int, of: str) -> None:
+def by_head(tokens: int, heads: int, dtype: torch.dtype, of: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights as in the models: parts of `kv_b_proj`, w_uv transposed."""
     kv_b = torch.randn(heads, 448, 512, device="cuda", dtype=dtype)
     w = kv_b[:, :192] if of == "w_uk" else kv_b[:, 192:].mT
-    k = w.shape[1]
+    return torch.randn(tokens, heads, w.shape[1], device="cuda", dtype=dtype) / w.shape[1] ** 0.5, w
+
+
+@pytest.mark.parametrize("heads", [1, 20, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("of", ["w_uk", "w_uv"])
+def test_a_product_by_head(dtype: torch.dtype, heads: int, of: str) -> None:
     for tokens in (0, 1, 2, 4, 33, 300):
-        x = torch.randn(tokens, heads, k, device="cuda", dtype=dtype) / k**0.5
+        x, w = by_head(tokens, heads, dtype, of)
         name = "triton" if tokens <= 2 and heads <= 64 else "tiles"
         name = name if 1 <= tokens <= 32 and (tokens > 2 or heads <= 64) else "cublas"
         assert choose("matmul_by_head", (x, w)).chosen.name == name
         expected = torch.einsum("thk,hkn->thn", x.double(), w.double())
         torch.testing.assert_close(matmul_by_head(x, w).double(), expected, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 20, 128])
+@pytest.mark.parametrize("of", ["w_uk", "w_uv"])
+def test_a_product_by_head_copies_nothing(heads: int, of: str) -> None:
+    for tokens in (0, 1, 2, 4, 33, 300):
+        x, w = by_head(tokens, heads, torch.bfloat16, of)
+        matmul_by_head(x, w)
         with torch.profiler.profile() as profile:
             matmul_by_head(x, w)
         names = [

@@ -1,8 +1,9 @@
 """Random calls of all ops, each with the check of its result against the definition in float64.
 
-`OPS` has a function for each op that makes a call from a `Draw`, for the CPU or a GPU, where few sizes are drawn, as
-each compiles a kernel. Tensors have any strides that the op takes, and NaN in memory that is not theirs or no row's.
-A check takes the arguments before and after the call, which may have been changed since they were drawn.
+`OPS` has a function for each op that makes a call from a `Draw`, of tensors on the CPU and sizes for it or for a GPU.
+What kernels are compiled for (dtypes, sizes, layouts) comes from `draw.block`: on a GPU the calls of a block share it.
+Tensors have any strides that the op takes, and NaN in memory that is not theirs or no row's. A check takes the
+arguments before and after the call, which may have been changed since they were drawn, and the result, on the CPU.
 """
 
 import inspect
@@ -66,7 +67,7 @@ def case_of(make: Callable[[Draw, str], Call]) -> Callable[[Draw, str], Call]:
 
 def dtype_of(draw: Draw, device: str) -> torch.dtype:
     exact = [torch.float32, torch.float64]
-    return draw.choice(
+    return draw.block.choice(
         [torch.float32, torch.bfloat16, torch.float16] if device == "cuda" else [*exact, *TOLERANCE]
     )
 
@@ -77,16 +78,17 @@ def seed_of(draw: Draw) -> int:
 
 def size(draw: Draw, device: str, few: tuple[int, ...], most: int, least: int = 1) -> int:
     """One of few sizes on a GPU, where each compiles a kernel; any up to `most` on a CPU."""
-    return draw.choice(few) if device == "cuda" else draw.randint(least, most)
+    return draw.block.choice(few) if device == "cuda" else draw.randint(least, most)
 
 
-def randn(draw: Draw, device: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    g = torch.Generator(device).manual_seed(seed_of(draw))
-    return torch.randn(shape, generator=g, device=device).to(dtype)
+def randn(draw: Draw, dtype: torch.dtype, *shape: int) -> Tensor:
+    g = torch.Generator().manual_seed(seed_of(draw))
+    return torch.randn(shape, generator=g).to(dtype)
 
 
 def strided(draw: Draw, x: Tensor) -> Tensor:
     """The same values, perhaps as a view of a tensor that is NaN elsewhere, or laid out in another order."""
+    draw = draw.block
     kind = draw.randrange(4)
     if kind == 0 or x.dim() == 0 or x.dtype == torch.bool or not x.dtype.is_floating_point:
         return x
@@ -151,30 +153,29 @@ def columns_for(draw: Draw, lengths: list[int], page_size: int) -> int:
 
 @case_of
 def decode(draw: Draw, device: str) -> Call:
-    on_gpu, fp8 = device == "cuda", draw.random() < 0.15
-    rows, q_len = draw.randint(0, 4), draw.randint(1, 4)
+    on_gpu, block = device == "cuda", draw.block
+    fp8, rows, q_len = block.random() < 0.15, draw.randint(0, 4), block.randint(1, 4)
     lengths = [
         draw.choice([0, 1, draw.randint(0, 20), draw.randint(0, 300 if on_gpu else 40)]) for _ in range(rows)
     ]
-    q_lens = draw.choice([None, [draw.randint(0, q_len) for _ in range(rows)]])
-    page_size = size(draw, device, (16, 64), 9)
+    q_lens = block.choice([None, [draw.randint(0, q_len) for _ in range(rows)]])
+    page_size = size(draw, device, (1, 16, 48, 64), 9)
     case = decode_case(
         lengths,
         q_len=q_len,
         q_lens=q_lens,
-        heads=draw.choice((4, 16)) if on_gpu else draw.randint(1, 5),
-        rank=draw.choice((128, 512) if fp8 or on_gpu else (1, 4, 7, 32)) if not fp8 or on_gpu else 128,
-        rope=draw.choice((64,) if on_gpu else (2, 6, 16)),
+        heads=block.choice((1, 4, 16, 20)) if on_gpu else draw.randint(1, 5),
+        rank=block.choice((128, 512) if fp8 or on_gpu else (1, 4, 7, 32)) if not fp8 or on_gpu else 128,
+        rope=block.choice((64,) if on_gpu else (2, 6, 16)),
         page_size=page_size,
         columns=columns_for(draw, lengths, page_size),
         dtype=dtype_of(draw, device),
         seed=seed_of(draw),
         fp8=fp8,
-        device=device,
     )
     args = {field.name: getattr(case, field.name) for field in fields(case)}
     args |= {name: strided(draw, args[name]) for name in ("q_latent", "q_pe")}
-    args |= {"backend": None, "batch_invariant": draw.random() < 0.3}
+    args |= {"backend": None, "batch_invariant": block.random() < 0.3}
     draw.note("lengths", lengths, "q_lens", q_lens)
 
     def check(before: Args, _: Args, result: Any) -> None:
@@ -225,7 +226,7 @@ def attention(draw: Draw, device: str) -> Call:
 
 @case_of
 def append(draw: Draw, device: str) -> Call:
-    fp8 = draw.random() < 0.3
+    fp8 = draw.block.random() < 0.3
     tokens, pages, page_size = draw.randint(0, 6), draw.randint(1, 4), size(draw, device, (16,), 6)
     rank, rope = (128 if fp8 else draw.randint(1, 9)), 2 * draw.randint(1, 3)
     if device == "cuda":
@@ -234,12 +235,11 @@ def append(draw: Draw, device: str) -> Call:
     slots = draw.sample(range(pages * page_size), min(tokens, pages * page_size))
     slots = [-1 if draw.random() < 0.2 else slot for slot in slots] + [-1] * (tokens - len(slots))
     args = {
-        name: strided(draw, randn(draw, device, dtype, tokens, n))
-        for name, n in (("kv_c", rank), ("k_pe", rope))
+        name: strided(draw, randn(draw, dtype, tokens, n)) for name, n in (("kv_c", rank), ("k_pe", rope))
     }
-    cache = torch.full((pages, page_size, rank + rope), torch.nan, dtype=dtype, device=device)
+    cache = torch.full((pages, page_size, rank + rope), torch.nan, dtype=dtype)
     args["kv_cache"] = kernel_cases.fp8_cache(cache, rank) if fp8 else cache
-    args["slot_mapping"] = torch.tensor(slots, dtype=torch.int64, device=device)
+    args["slot_mapping"] = torch.tensor(slots, dtype=torch.int64)
 
     def check(before: Args, after: Args, _: Any) -> None:
         expected = before["kv_cache"].flatten(0, 1)
@@ -258,13 +258,12 @@ def norm_rope_append(draw: Draw, device: str) -> Call:
     case = kernel_cases.norm_rope_append_case(
         draw.randint(0, 6),
         *((512, 64) if device == "cuda" else (draw.randint(1, 9), 2 * draw.randint(1, 4))),
-        interleaved_in=draw.random() < 0.5,
-        interleaved_out=draw.random() < 0.5,
-        per_column=draw.random() < 0.3,
-        heads=draw.choice((0, 0, 2)),
-        angles=draw.choice((torch.float32, torch.float64, torch.bfloat16)),
+        interleaved_in=draw.block.random() < 0.5,
+        interleaved_out=draw.block.random() < 0.5,
+        per_column=draw.block.random() < 0.3,
+        heads=draw.block.choice((0, 0, 2)),
+        angles=draw.block.choice((torch.float32, torch.float64, torch.bfloat16)),
         dtype=dtype_of(draw, device),
-        device=device,
         seed=seed_of(draw),
     )
 
@@ -302,15 +301,14 @@ def check_rotated(before: Args, after: Args) -> None:
 def rotate_queries(draw: Draw, device: str) -> Call:
     *tensors, one, other = rotation_case(
         draw.randint(0, 5),
-        draw.randint(1, 4),
+        draw.block.randint(1, 4),
         64 if device == "cuda" else 2 * draw.randint(1, 6),
-        draw.randint(0, 5),
-        interleaved_in=draw.random() < 0.5,
-        interleaved_out=draw.random() < 0.5,
-        per_column=draw.random() < 0.3,
+        draw.block.randint(0, 5),
+        interleaved_in=draw.block.random() < 0.5,
+        interleaved_out=draw.block.random() < 0.5,
+        per_column=draw.block.random() < 0.3,
         dtype=dtype_of(draw, device),
-        angles=draw.choice((torch.float32, torch.float64, torch.bfloat16)),
-        device=device,
+        angles=draw.block.choice((torch.float32, torch.float64, torch.bfloat16)),
         seed=seed_of(draw),
     )
     args = dict(zip(("q_pe", "cos", "sin"), tensors)) | {"interleaved_in": one, "interleaved_out": other}
@@ -322,15 +320,14 @@ def masked_decode(draw: Draw, device: str) -> Call:
     keys, rows = draw.randint(1, 200 if device == "cuda" else 30), draw.randint(1, 3)
     case = kernel_cases.masked_case(
         [draw.randint(0, keys) for _ in range(rows)],
-        masked=draw.choice(("none", "bool", "float", "heads")),
-        q_len=draw.randint(1, 3),
+        masked=draw.block.choice(("none", "bool", "float", "heads")),
+        q_len=draw.block.randint(1, 3),
         keys=keys,
-        shared=draw.random() < 0.3,
-        heads=draw.randint(1, 4),
+        shared=draw.block.random() < 0.3,
+        heads=draw.block.randint(1, 4),
         rank=size(draw, device, (128,), 9),
         rope=size(draw, device, (64,), 6),
         dtype=dtype_of(draw, device),
-        device=device,
         seed=seed_of(draw),
     )
 
@@ -345,11 +342,12 @@ def masked_decode(draw: Draw, device: str) -> Call:
 
 @case_of
 def prefill(draw: Draw, device: str) -> Call:
-    chunks, fp8 = drawn_chunks(draw), draw.random() < 0.15
+    chunks, fp8 = drawn_chunks(draw), draw.block.random() < 0.15
     sizes = {"heads": draw.randint(1, 3), "rank": draw.randint(1, 9), "rope": 2 * draw.randint(1, 3)}
     sizes |= {"nope": draw.randint(1, 6), "v": draw.randint(1, 6)}
     if device == "cuda":
-        sizes = {"heads": 4, "rank": 512, "rope": 64, "nope": 128, "v": 128}
+        heads, rank, nope, v = map(draw.block.choice, ((1, 2, 4), (256, 512), (64, 128), (64, 128)))
+        sizes = {"heads": heads, "rank": rank, "rope": 64, "nope": nope, "v": v}
     if fp8:
         sizes["rank"] = 128 if device == "cpu" else 512
     page_size = size(draw, device, (16,), 8)
@@ -363,17 +361,16 @@ def prefill(draw: Draw, device: str) -> Call:
     ]
     args = dict(zip(names, kernel_cases.prefill_args(made), strict=True))
     args["kv_cache"] = kernel_cases.fp8_cache(args["kv_cache"], sizes["rank"]) if fp8 else args["kv_cache"]
-    args = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in args.items()}
     args["q"] = strided(draw, args["q"])
-    args |= {"before": None, "batch_invariant": draw.random() < 0.3}
-    if draw.random() < 0.3:
-        args["before"] = randn(draw, device, args["q"].dtype, draw.randint(0, 3), sizes["heads"], sizes["v"])
+    args |= {"before": None, "batch_invariant": draw.block.random() < 0.3}
+    if draw.block.random() < 0.3:
+        args["before"] = randn(draw, args["q"].dtype, draw.randint(0, 3), sizes["heads"], sizes["v"])
     draw.note("chunks", chunks, sizes)
     return Call(mla_prefill, args, check_prefill)
 
 
 def check_prefill(before: Args, _: Args, result: Tensor) -> None:
-    q, w_uk, w_uv = (before[name] for name in ("q", "w_uk", "w_uv"))
+    q, w_uk, w_uv = before["q"], before["w_uk"].double(), before["w_uv"].double()
     cache = before["kv_cache"]
     cache = unpack(cache, w_uv.shape[1], torch.float64) if cache.dtype == FP8 else cache
     flat, starts = cache.flatten(0, 1), before["cu_seqlens_q"].tolist()
@@ -395,19 +392,19 @@ def decode_metadata(draw: Draw, device: str) -> Call:
     rows, columns, q_len, page_size = (
         draw.randint(0, 4),
         draw.randint(1, 4),
-        draw.randint(1, 4),
-        draw.randint(1, 6),
+        draw.block.randint(1, 4),
+        draw.block.randint(1, 6),
     )
 
     def ints(*shape: int, high: int, low: int = 0) -> Tensor:
         values = [draw.randint(low, high) for _ in range(torch.Size(shape).numel())]
-        return torch.tensor(values, dtype=torch.int32, device=device).view(shape)
+        return torch.tensor(values, dtype=torch.int32).view(shape)
 
     args: Args = {
         "num_cached": ints(rows, high=columns * page_size + 1),
         "block_table": ints(rows, columns, high=2**31 - 1),
     }
-    args["q_lens"] = draw.choice((None, ints(rows, high=q_len)))
+    args["q_lens"] = draw.block.choice((None, ints(rows, high=q_len)))
     return Call(mla_decode_metadata, args | {"q_len": q_len, "page_size": page_size}, check_decode_metadata)
 
 
@@ -426,19 +423,22 @@ def check_decode_metadata(before: Args, _: Args, result: tuple[Tensor, ...]) -> 
 
 @case_of
 def router(draw: Draw, device: str) -> Call:
-    groups = draw.choice((1, 1, 2, 4))
-    per_group = draw.randint(2, 6)
-    softmax, topk_groups = draw.random() < 0.5, draw.randint(1, groups)
-    topk = draw.randint(1, topk_groups * per_group)
-    rest = (topk, groups, topk_groups, softmax, draw.random() < 0.5, draw.choice((1.0, 2.5)))
+    block = draw.block
+    groups = block.choice((1, 1, 2, 4))
+    per_group = block.randint(2, 6)
+    softmax, topk_groups = block.random() < 0.5, block.randint(1, groups)
+    topk = block.randint(1, topk_groups * per_group)
+    rest = (topk, groups, topk_groups, softmax, block.random() < 0.5, block.choice((1.0, 2.5)))
     dtype, hidden = dtype_of(draw, device), size(draw, device, (64,), 12)
-    x = randn(draw, device, dtype, draw.randint(0, 5), hidden)
+    x = randn(draw, dtype, draw.randint(0, 5), hidden)
     weight, bias = (
-        randn(draw, device, dtype, groups * per_group, hidden),
-        randn(draw, device, torch.float32, groups * per_group),
+        randn(draw, dtype, groups * per_group, hidden),
+        randn(draw, torch.float32, groups * per_group),
     )
     names = [*inspect.signature(moe_router).parameters]
-    args = dict(zip(names, (strided(draw, x), weight, draw.choice((None, bias)), *rest, draw.random() < 0.3)))
+    args = dict(
+        zip(names, (strided(draw, x), weight, block.choice((None, bias)), *rest, block.random() < 0.3))
+    )
     return Call(moe_router, args, check_router)
 
 
@@ -465,26 +465,26 @@ def check_router(before: Args, _: Args, result: tuple[Tensor, Tensor]) -> None:
 
 @case_of
 def experts(draw: Draw, device: str) -> Call:
-    fp8, tokens, topk = draw.random() < 0.15, draw.randint(0, 6), draw.randint(1, 3)
+    block = draw.block
+    fp8, tokens, topk = block.random() < 0.15, draw.randint(0, 6), block.randint(1, 3)
     case = kernel_cases.moe_case(
         tokens,
         topk,
-        experts=draw.randint(1, 5),
+        experts=block.randint(1, 5),
         hidden=size(draw, device, (128,), 12),
         intermediate=size(draw, device, (64,), 10),
-        shared=draw.choice((0, 0, 1, 2)),
+        shared=block.choice((0, 0, 1, 2)),
         dtype=dtype_of(draw, device),
-        device=device,
         seed=seed_of(draw),
         fp8=fp8,
     )
-    q_len = draw.randint(1, 3)
-    lens = draw.choice((None, [draw.randint(0, q_len + 1) for _ in range(tokens // q_len)]))
+    q_len = block.randint(1, 3)
+    lens = block.choice((None, [draw.randint(0, q_len + 1) for _ in range(tokens // q_len)]))
     row_lens = None
     if lens is not None:
         row_lens, q_len, _ = kernel_cases.padding(case, q_len, [min(n, q_len) for n in lens])
     names = [*inspect.signature(_experts).parameters]
-    args = dict(zip(names, (*case.all_args(row_lens, q_len), draw.random() < 0.3), strict=True))
+    args = dict(zip(names, (*case.all_args(row_lens, q_len), block.random() < 0.3), strict=True))
     return Call(_experts, args, check_experts, op="moe_experts")
 
 
@@ -502,21 +502,21 @@ def check_experts(before: Args, _: Args, result: Tensor) -> None:
 
 def linear_weights(draw: Draw, device: str, dtype: torch.dtype, k: int) -> list[Tensor]:
     """One weight or two, which may be adjacent."""
-    sizes = [size(draw, device, (64, 128), 9) for _ in range(draw.randint(1, 2))]
-    both = randn(draw, device, dtype, sum(sizes), k)
-    return [part.clone() if draw.random() < 0.4 else part for part in both.split(sizes)]
+    sizes = [size(draw, device, (64, 128), 9) for _ in range(draw.block.randint(1, 2))]
+    both = randn(draw, dtype, sum(sizes), k)
+    return [part.clone() if draw.block.random() < 0.4 else part for part in both.split(sizes)]
 
 
 @case_of
 def linear(draw: Draw, device: str) -> Call:
     dtype, k = dtype_of(draw, device), size(draw, device, (128,), 12)
     first, *second = linear_weights(draw, device, dtype, k)
-    x = strided(draw, randn(draw, device, dtype, draw.randint(0, 6), k))
+    x = strided(draw, randn(draw, dtype, draw.randint(0, 6), k))
     args = {
         "x": x,
         "first": first,
         "second": second[0] if second else None,
-        "batch_invariant": draw.random() < 0.3,
+        "batch_invariant": draw.block.random() < 0.3,
     }
 
     def check(before: Args, _: Args, result: Tensor) -> None:
@@ -528,15 +528,15 @@ def linear(draw: Draw, device: str) -> Call:
 
 @case_of
 def linear_fp8(draw: Draw, device: str) -> Call:
-    k = draw.choice((128, 256)) if device == "cuda" else draw.choice((draw.randint(1, 20), 130))
-    x = strided(draw, randn(draw, device, dtype_of(draw, device), draw.randint(0, 4), k))
+    k = draw.block.choice((128, 256)) if device == "cuda" else draw.choice((draw.randint(1, 20), 130))
+    x = strided(draw, randn(draw, dtype_of(draw, device), draw.randint(0, 4), k))
     pairs = [
-        fp8_weight(draw.choice((128, 7)), k, seed=seed_of(draw), device=device)
-        for _ in range(draw.randint(1, 2))
+        fp8_weight(draw.block.choice((128, 7)), k, seed=seed_of(draw))
+        for _ in range(draw.block.randint(1, 2))
     ]
     first, second = pairs[0], pairs[1] if len(pairs) > 1 else (None, None)
     args = dict(zip(("x", "first", "first_scale", "second", "second_scale"), (x, *first, *second)))
-    args["batch_invariant"] = draw.random() < 0.3
+    args["batch_invariant"] = draw.block.random() < 0.3
 
     def check(before: Args, _: Args, result: Tensor) -> None:
         x, names = before["x"], [name for name in ("first", "second") if before[name] is not None]
@@ -554,20 +554,20 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @case_of
 def linear_after_norm(draw: Draw, device: str) -> Call:
     dtype, k, tokens = dtype_of(draw, device), size(draw, device, (128,), 12), draw.randint(0, 5)
-    x, residual = (strided(draw, randn(draw, device, dtype, tokens, k)) for _ in range(2))
+    x, residual = (strided(draw, randn(draw, dtype, tokens, k)) for _ in range(2))
     first, *second = linear_weights(draw, device, dtype, k)
     args = {
         "x": x,
-        "residual": draw.choice((None, residual)),
+        "residual": draw.block.choice((None, residual)),
         "eps": 1e-5,
         "first": first,
         "first_scale": None,
     }
     args |= {
-        "norm_weight": draw.choice((None, randn(draw, device, dtype, k))),
+        "norm_weight": draw.block.choice((None, randn(draw, dtype, k))),
         "second": second[0] if second else None,
     }
-    args |= {"second_scale": None, "batch_invariant": draw.random() < 0.3}
+    args |= {"second_scale": None, "batch_invariant": draw.block.random() < 0.3}
 
     def check(before: Args, _: Args, result: tuple[Tensor, Tensor]) -> None:
         x, residual, eps = before["x"], before["residual"], before["eps"]
@@ -583,9 +583,9 @@ def linear_after_norm(draw: Draw, device: str) -> Call:
 @case_of
 def norms(draw: Draw, device: str) -> Call:
     dtype, columns, tokens = dtype_of(draw, device), size(draw, device, (64, 576), 12, 0), draw.randint(0, 5)
-    x, residual = (strided(draw, randn(draw, device, dtype, tokens, columns)) for _ in range(2))
-    args: Args = {"x": x, "weight": draw.choice((None, randn(draw, device, dtype, columns))), "eps": 1e-5}
-    if draw.random() < 0.5:
+    x, residual = (strided(draw, randn(draw, dtype, tokens, columns)) for _ in range(2))
+    args: Args = {"x": x, "weight": draw.block.choice((None, randn(draw, dtype, columns))), "eps": 1e-5}
+    if draw.block.random() < 0.5:
 
         def check(before: Args, _: Args, result: Tensor) -> None:
             expected = normed(before["x"], before["weight"], before["eps"])
@@ -605,9 +605,9 @@ def norms(draw: Draw, device: str) -> Call:
 def products(draw: Draw, device: str) -> Call:
     dtypes = (dtype_of(draw, device),)
     x, w = kernel_cases.drawn_matmul(
-        draw, most_tokens=5, most=64 if device == "cuda" else 16, dtypes=dtypes, device=device
+        draw, most_tokens=5, most=64 if device == "cuda" else 16, dtypes=dtypes, block=draw.block
     )
-    function = draw.choice((batch_invariant_matmul, matmul_by_head))
+    function = draw.block.choice((batch_invariant_matmul, matmul_by_head))
 
     def check(before: Args, _: Args, result: Tensor) -> None:
         kernel_cases.check_matmul(before["x"], before["w"], result)
@@ -619,9 +619,9 @@ def products(draw: Draw, device: str) -> Call:
 def reductions(draw: Draw, device: str) -> Call:
     x = strided(
         draw,
-        randn(draw, device, dtype_of(draw, device), draw.randint(0, 4), size(draw, device, (7, 600), 20)),
+        randn(draw, dtype_of(draw, device), draw.randint(0, 4), size(draw, device, (7, 600), 20)),
     )
-    if draw.random() < 0.5:
+    if draw.block.random() < 0.5:
         return Call(row_argmax, {"x": x}, lambda before, _, result: same_bits(result, before["x"].argmax(-1)))
 
     def check(before: Args, _: Args, result: Tensor) -> None:
@@ -633,14 +633,14 @@ def reductions(draw: Draw, device: str) -> Call:
 @case_of
 def samples(draw: Draw, device: str) -> Call:
     rows, n, vocab = draw.randint(1, 3), draw.randint(1, 3), size(draw, device, (5, 300), 12)
-    logits = strided(draw, randn(draw, device, dtype_of(draw, "cuda"), rows, n, vocab).mul_(3))
+    logits = strided(draw, randn(draw, dtype_of(draw, "cuda"), rows, n, vocab).mul_(3))
     parameters = [draw.choice(PARAMETERS) for _ in range(rows)]
-    columns = [torch.tensor([p[i] for p in parameters], device=device).float() for i in range(4)]
-    position = torch.tensor([[draw.getrandbits(31) for _ in range(n)] for _ in range(rows)], device=device)
-    seed = torch.tensor([draw.getrandbits(62) for _ in range(rows)], device=device)
+    columns = [torch.tensor([p[i] for p in parameters]).float() for i in range(4)]
+    position = torch.tensor([[draw.getrandbits(31) for _ in range(n)] for _ in range(rows)])
+    seed = torch.tensor([draw.getrandbits(62) for _ in range(rows)])
     names = ("logits", "position", "seed", "temperature", "top_k", "top_p", "min_p")
     args = dict(zip(names, (logits, position, seed, columns[0], columns[1].int(), *columns[2:])))
-    args["top_k"] = torch.tensor([p[1] for p in parameters], dtype=torch.int32, device=device)
+    args["top_k"] = torch.tensor([p[1] for p in parameters], dtype=torch.int32)
 
     def check(before: Args, _: Args, result: Tensor) -> None:
         wide = {
@@ -658,11 +658,10 @@ def sparse(draw: Draw, device: str) -> Call:
     case = kernel_cases.sparse_case(
         [draw.randint(0, topk) for _ in range(draw.randint(1, 4))],
         topk=topk,
-        heads=draw.randint(1, 4),
+        heads=draw.block.randint(1, 4),
         rank=size(draw, device, (512,), 9),
         rope=size(draw, device, (64,), 6),
         dtype=dtype_of(draw, device),
-        device=device,
         seed=seed_of(draw),
     )
     args = dict(zip(("q_latent", "q_pe", "kv_cache", "selected", "softmax_scale"), case, strict=True))
@@ -683,9 +682,10 @@ def sparse(draw: Draw, device: str) -> Call:
 @case_of
 def selections(draw: Draw, device: str) -> Call:
     """Small integers, so that scores are exact and the order among equals shows."""
-    q_len, rows = draw.randint(1, 3), draw.randint(0, 3)
-    lengths, page_size = [draw.randint(0, 20) for _ in range(rows)], draw.randint(1, 6)
-    q_lens = draw.choice((None, [draw.randint(0, q_len) for _ in range(rows)]))
+    block = draw.block
+    q_len, rows = block.randint(1, 3), draw.randint(0, 3)
+    lengths, page_size = [draw.randint(0, 20) for _ in range(rows)], block.randint(1, 6)
+    q_lens = block.choice((None, [draw.randint(0, q_len) for _ in range(rows)]))
     case = decode_case(
         lengths,
         q_len=q_len,
@@ -694,20 +694,23 @@ def selections(draw: Draw, device: str) -> Call:
         rope=2,
         page_size=page_size,
         columns=columns_for(draw, lengths, page_size),
-        device=device,
         seed=seed_of(draw),
     )
-    dtype, heads, width = draw.choice((torch.float32, torch.bfloat16)), draw.randint(1, 4), draw.randint(1, 6)
+    dtype, heads, width = (
+        block.choice((torch.float32, torch.bfloat16)),
+        block.randint(1, 4),
+        block.randint(1, 6),
+    )
 
     def whole(*shape: int) -> Tensor:
-        g = torch.Generator(device).manual_seed(seed_of(draw))
-        return torch.randint(-4, 5, shape, generator=g, device=device).to(dtype)
+        g = torch.Generator().manual_seed(seed_of(draw))
+        return torch.randint(-4, 5, shape, generator=g).to(dtype)
 
     tokens = rows * q_len
     cache = whole(*case.kv_cache.shape[:2], width).masked_fill(case.kv_cache[..., :1].isnan(), torch.nan)
     args = {"q": whole(tokens, heads, width), "weights": whole(tokens, heads).float(), "index_cache": cache}
     args |= {name: getattr(case, name) for name in ("block_table", "seq_lens", "q_lens", "q_len")}
-    return Call(mla_decode_select, args | {"topk": draw.randint(1, 12)}, check_selection)
+    return Call(mla_decode_select, args | {"topk": block.randint(1, 12)}, check_selection)
 
 
 def check_selection(before: Args, _: Args, result: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stress import ops
 from stress.runner import Draw, Failure, attempt, reduced, report, run
 
 
@@ -57,6 +58,33 @@ def test_a_later_run_repeats_what_failed(tmp_path: Path) -> None:
     assert go(path, lambda draw: "mended" if draw.random() < 2 else "", cases=10) == 0
     (found,) = json.loads(path.read_text())["ranges"]
     assert ["mended" in failure for failure in found["failures"]] == [True, True]
+
+
+@pytest.mark.long
+def test_jobs_run_disjoint_ranges_that_become_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    for cases in ("20", "60"):
+        line = ["x", "--jobs", "2", "--cases", cases, "--output", str(path)]
+        monkeypatch.setattr("sys.argv", line)
+        with pytest.raises(SystemExit, match="False"):
+            ops.main()
+    (found,) = json.loads(path.read_text())["ranges"]
+    assert (found["first"], found["end"], found["failures"]) == (0, 60, [])
+    assert sum(found["counts"].values()) == 60 and "60 of 60: all" in capsys.readouterr().out
+
+
+def test_cases_of_a_block_share_what_its_draw_gives() -> None:
+    def of(seed: int, name: str, record: list[int] | None = None) -> tuple[int, int, list[int]]:
+        draw = Draw(seed, record)
+        draw.share(100, name)
+        return draw.block.randrange(2**40), draw.randrange(2**40), draw.taken
+
+    first, second, other, op = of(100, "a"), of(199, "a"), of(200, "a"), of(199, "b")
+    assert first[0] == second[0] != other[0] and second[0] != op[0]
+    assert first[1] != second[1] == op[1]
+    assert of(0, "a", second[2])[:2] == second[:2]
 
 
 def test_a_case_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,350 @@
+"""compute-sanitizer's four tools over every kernel of the package, in the tests of its definition at small sizes.
+
+`GROUPS` has tests for each kernel. Each group first runs alone, which compiles its kernels; then once for each tool,
+with all processes at the same time. Each distinct report is kept, with its explanation if `EXPLAINED` has one.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from stress.runner import environment
+
+ROOT = Path(__file__).parent.parent
+COMMON = "--target-processes all --print-limit 20000 --show-backtrace device"
+TOOLS = {
+    "memcheck": "--padding 512 --report-api-errors no",
+    "racecheck": "",
+    "initcheck": "",
+    "synccheck": "",
+}
+ALONE = "alone"
+PAIR = "collectives"
+"""The group that needs two GPUs."""
+KERNELS = "tests/test_gpu_kernels.py::"
+DECODE = f"{KERNELS}TestOnTheGpu::"
+
+
+class Group(NamedTuple):
+    """kernels: those that these tests launch, as FILE.FUNCTION. No test captures, which takes torch's own allocator."""
+
+    kernels: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def decodes(*backends: str) -> tuple[str, ...]:
+    return tuple(
+        f"{DECODE}{test.replace('NAME', name)}"
+        for name in backends
+        for test in (
+            "test_ragged_query_lengths_and_inactive_rows[NAME]",
+            "test_lengths_about_the_borders_of_splits[NAME]",
+            "test_fp8_latents[NAME-4-3-torch.bfloat16]",
+            "test_page_sizes_with_ragged_queries[NAME-torch.bfloat16-7]",
+        )
+    )
+
+
+GROUPS = {
+    "decode": Group(("decode.split_kernel", "softmax.combine_kernel"), decodes("triton")),
+    "decode, batch-invariant": Group(
+        ("decode.split_kernel", "fixed_splits.join_kernel"), decodes("triton_invariant")
+    ),
+    "decode, Gluon": Group(
+        ("narrow.narrow_kernel", "narrow_fp8.narrow_fp8_kernel", "wide.wide_kernel", "split.join_kernel"),
+        (
+            *decodes("gluon"),
+            f"{DECODE}test_models_in_other_dtypes[gluon-V3-torch.float16]",
+            f"{KERNELS}test_on_hopper_fp8_latents_have_the_bits_of_a_bfloat16_cache_that_holds_their_values[128-2-64]",
+        ),
+    ),
+    "decode, Gluon, batch-invariant": Group(("split.join_kernel",), decodes("gluon_invariant")),
+    "decode, FlashMLA": Group(("flash_mla.pack_kernel", "flash_mla.unpack_kernel"), decodes("flash_mla")),
+    "sparse": Group(
+        (
+            "sparse.sparse_kernel",
+            "flash_mla_sparse.pack_kernel",
+            "flash_mla_sparse.join_kernel",
+            "flash_mla_sparse.fence_kernel",
+        ),
+        tuple(
+            f"tests/test_gpu_sparse.py::test_sparse_attention_equals_the_definition_by_every_kernel[6-torch.{kind}-64]"
+            for kind in ("bfloat16-False", "bfloat16-True")
+        ),
+    ),
+    "selections": Group(
+        ("index_scores.scores_kernel", "choose_keys.list_kernel", "choose_keys.choose_kernel"),
+        ("tests/test_gpu_sparse.py::test_selections_are_those_of_plain_torch[torch.bfloat16-32]",),
+    ),
+    "masked decode, caches": Group(
+        (
+            "masked_decode.masked_split_kernel",
+            "append.append_kernel",
+            "norm_rope_append.norm_rope_append_kernel",
+            "rotate_queries.rotate_queries_kernel",
+            "decode_metadata.decode_metadata_kernel",
+            "prefill_metadata.prefill_metadata_kernel",
+        ),
+        (
+            *(f"{KERNELS}test_masked_decode_of_one_token_in_caches_of_any_size[bool-{n}]" for n in (63, 129)),
+            f"{KERNELS}test_masked_decode_with_other_widths[torch.bfloat16-(48, 16)]",
+            f"{KERNELS}test_latents_go_to_their_slots_and_masked_ones_nowhere[32-torch.bfloat16]",
+            f"{KERNELS}test_fp8_latents_have_the_bytes_of_the_torch_code_fused_and_alone[(384, 20)-torch.bfloat16]",
+            *(
+                f"{KERNELS}test_norm_rotation_and_append_in_one_launch[33-({w})-torch.bfloat16]"
+                for w in ("48, 20", "512, 64")
+            ),
+            f"{KERNELS}test_queries_are_rotated_in_place[33-20-torch.bfloat16]",
+            *(
+                f"{KERNELS}test_decode_metadata_equals_the_torch_code_to_the_bit[ragged-4-{n}]"
+                for n in (7, 64)
+            ),
+            *(f"{KERNELS}test_prefill_metadata_equals_the_torch_code_to_the_bit[{n}]" for n in range(4)),
+        ),
+    ),
+    "prefill": Group(
+        ("prefill.prefill_kernel", "absorbed_prefill.absorbed_kernel", "keys.gather_kernel"),
+        tuple(
+            f"{KERNELS}TestPrefill::{test}"
+            for name in ("absorbed", "flash_attn", "triton")
+            for test in (
+                f"test_ragged_chunks_with_context[{name}-[(5, 3), (2, 0), (1, 40)]-torch.bfloat16]",
+                f"test_fp8_latents[{name}-[(5, 3), (2, 0), (1, 40)]-torch.bfloat16]",
+                f"test_keys_of_padding_and_rows_without_keys_change_nothing[{name}]",
+                f"test_results_of_other_tokens_come_first[{name}-8]",
+            )
+        ),
+    ),
+    "experts": Group(
+        (
+            "moe.sort_kernel",
+            "moe.gate_up_kernel",
+            "moe.down_kernel",
+            "moe.weighted_sum_kernel",
+            "moe_gemv.gate_up_kernel",
+            "moe_gemv.down_kernel",
+        ),
+        (
+            f"{KERNELS}test_experts_when_few_are_chosen_and_sizes_fill_no_tile[(50, 33)-3-torch.bfloat16]",
+            "tests/test_gpu_fp8.py::test_few_tokens_and_sizes_that_fill_no_tile[(50, 33, 1)-torch.float16]",
+        ),
+    ),
+    "router, sampling, sums": Group(
+        (
+            "routing.logits_kernel",
+            "routing.norm_logits_kernel",
+            "routing.choice_kernel",
+            "sample.histogram_kernel",
+            "sample.window_kernel",
+            "sample.collect_kernel",
+            "sample.choose_kernel",
+            "keys.parts_kernel",
+            "row_argmax.join_kernel",
+            "row_sums.sum_kernel",
+            "rms_norm.rms_norm_kernel",
+        ),
+        (
+            f"{KERNELS}test_a_router_in_two_launches[v3-torch.bfloat16]",
+            f"{KERNELS}test_a_norm_in_the_launch_of_the_routers_scores[odd-100]",
+            f"{KERNELS}test_the_best_of_the_ids_that_filters_keep[1000]",
+            f"{KERNELS}test_the_largest_of_each_row[torch.bfloat16-6-129280]",
+            *(
+                f"tests/test_gpu_batch_invariance.py::test_sums_and_norms_of_rows[torch.bfloat16-{n}]"
+                for n in (100, 3001)
+            ),
+        ),
+    ),
+    "products": Group(
+        (
+            "matmul.matmul_kernel",
+            "blocks.blocks_kernel",
+            "blocks.many_blocks_kernel",
+            "split_k.add_parts_kernel",
+            "gemv.gemv_kernel",
+            "fp8.dequantize_kernel",
+            "by_head.by_head_kernel",
+            "by_head.by_head_tiles_kernel",
+        ),
+        (
+            *(f"{KERNELS}test_drawn_products_of_any_strides[{n}]" for n in range(3)),
+            f"{KERNELS}test_no_tile_of_blocks_changes_a_bit[(256, 80)-torch.bfloat16]",
+            f"{KERNELS}test_a_product_of_few_tokens[torch.bfloat16-7-41]",
+            f"{KERNELS}test_a_norm_in_the_launch_of_its_product[torch.bfloat16-768]",
+            *(f"{KERNELS}test_a_product_by_head[w_uk-torch.bfloat16-{n}]" for n in (1, 20)),
+            "tests/test_gpu_fp8.py::test_products_equal_the_definition[torch.bfloat16-7-41]",
+        ),
+    ),
+    PAIR: Group(
+        ("collectives.collective_kernel", "collectives.all_reduce_add_rms_norm_kernel"),
+        ("tests/test_gpu_parallel.py::test_collectives[kernels]",),
+    ),
+}
+
+EXPLAINED: dict[tuple[str, str, str], str] = {}
+"""Why a report is none of a fault, by tool, kernel and a part of its first line."""
+
+
+def kernels_of_package() -> dict[str, Path]:
+    """The files of all kernels: of functions in Triton or Gluon that are launched, whose names end so."""
+    found: dict[str, Path] = {}
+    for path in (ROOT / "mla_compile").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            jit = isinstance(node, ast.FunctionDef) and any(
+                ".jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
+            if jit and node.name.endswith("_kernel"):
+                assert found.setdefault(f"{path.stem}.{node.name}", path) == path, node.name
+    return found
+
+
+def compiled(cache: Path) -> set[str]:
+    """The package's kernels that Triton compiled into its cache."""
+    names = set()
+    for path in cache.glob("*/*_kernel.ttgir"):
+        source = re.search(
+            r'^#loc1? = loc\("[^"]*/(\w+)\.py":', path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        if source:
+            names.add(f"{source[1]}.{path.stem}")
+    return names & kernels_of_package().keys()
+
+
+def reports_in(log: str, names: set[str]) -> Counter[tuple[str, str]]:
+    """Kernel and first line of the reports about kernels of these names, each without numbers that differ by thread."""
+    found: Counter[tuple[str, str]] = Counter()
+    first = ""
+    for line in log.splitlines():
+        text = line.removeprefix("=========")
+        if "Internal Sanitizer Error" in text:
+            found["", text.strip()] += 1
+        elif not text.startswith("  "):
+            first = text.strip()
+        elif first and (at := re.search(r"\b(\w+_kernel)\b\S*(?: in (\S+:\d+))?", text)) and at[1] in names:
+            what = f"{first} ({at[2]})" if at[2] else first
+            found[at[1], re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)", "...", what)] += 1
+            first = ""
+    return found
+
+
+class Result(NamedTuple):
+    """Of a group of tests, under a tool or alone. state: "passed", "failed" or "unfinished"."""
+
+    group: str
+    tool: str
+    state: str
+    tests: int
+    seconds: int
+    kernels: set[str]
+    reports: Counter[tuple[str, str]]
+
+
+def run(group: str, tool: str, gpus: str, folder: Path, deadline: float) -> Result:
+    name = re.sub(r"\W+", "_", group)
+    log, report = (folder / f"{name}.{tool}.{end}" for end in ("log", "report"))
+    kernels, tests = GROUPS[group]
+    names = {kernel.partition(".")[2] for kernel in kernels}
+    line = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests]
+    env = os.environ | {"TRITON_CACHE_DIR": str(folder / name), "CUDA_VISIBLE_DEVICES": gpus}
+    if tool != ALONE:
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that memcheck knows each tensor
+        filters = ["--kernel-name", ",".join(f"kne={one}" for one in sorted(names))]
+        options = f"--tool {tool} {COMMON} {TOOLS[tool]} --log-file {report}".split()
+        # initcheck has to see what torch's kernels write, too.
+        line = ["compute-sanitizer", *options, *(filters if tool != "initcheck" else ()), *line]
+    start = time.monotonic()
+    with log.open("w") as file:
+        job = subprocess.Popen(
+            line, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            state = "failed" if job.wait(max(1, deadline - start)) else "passed"
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            state = "unfinished"
+    text = report.read_text(errors="replace") if report.exists() else ""
+    passed = log.read_text(errors="replace").count(" PASSED")
+    seconds = round(time.monotonic() - start)
+    found = Result(
+        group, tool, state, passed, seconds, compiled(folder / name) & {*kernels}, reports_in(text, names)
+    )
+    num = sum(found.reports.values())
+    print(f"{tool} {group}: {state}, {passed} of {len(tests)} tests, {num} reports, {seconds} s", flush=True)
+    return found
+
+
+def summary(tool: str, results: list[Result]) -> dict[str, Any]:
+    """What the results file has about a tool. A kernel counts if all tests of a group that launch it pass."""
+    kernels = {kernel for one in results if one.state == "passed" for kernel in one.kernels}
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in results:
+        counts.update(one.reports)
+    reports = []
+    for (kernel, text), count in sorted(counts.items()):
+        why = [e for (t, k, part), e in EXPLAINED.items() if (t, k) == (tool, kernel) and part in text]
+        reports.append({"kernel": kernel, "report": text, "count": count, "explained": " ".join(why)})
+    return {
+        "tests": sum(one.tests for one in results),
+        "kernels": sorted(kernels),
+        "missing": sorted(kernels_of_package().keys() - kernels),
+        "reports": reports,
+        "groups": {one.group: f"{one.state}, {one.tests} tests, {one.seconds} s" for one in results},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m stress.sanitize", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1200, help="for all of it; a third to compile")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at the same time")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/sanitize", help="logs, compiled kernels")
+    parser.add_argument("--output", type=Path, default=ROOT / "stress/results/sanitizers.json")
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=list(TOOLS))
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    start, gpus = time.monotonic(), torch.cuda.device_count()
+
+    def run_all(tools: list[str], deadline: float) -> list[Result]:
+        jobs = [(group, tool) for group in args.groups for tool in tools]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            started = [
+                pool.submit(
+                    run, *job, str(i % max(1, gpus)) if job[0] != PAIR else "0,1", args.folder, deadline
+                )
+                for i, job in enumerate(jobs)
+            ]
+            return [one.result() for one in started]
+
+    run_all([ALONE], start + args.seconds / 3)
+    results = run_all(args.tools, start + args.seconds)
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False)
+    data: dict[str, Any] = environment("cuda" if gpus else "cpu")
+    data["sanitizer"] = "compute-sanitizer " + "".join(re.findall(r"Version (\S+)", version.stdout)[:1])
+    data["tools"] = {tool: summary(tool, [one for one in results if one.tool == tool]) for tool in args.tools}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(data, indent=1) + "\n")
+    for tool, found in data["tools"].items():
+        num, missing = len(found["kernels"]), ", ".join(found["missing"])
+        print(
+            f"{tool}: {num} kernels, {len(found['reports'])} distinct reports; not run: {missing or 'none'}"
+        )
+        for one in found["reports"]:
+            print(
+                f"  {one['count']:>6} {one['kernel']}: {one['report']}; {one['explained'] or 'unexplained'}"
+            )
+    sys.exit(any(not one["explained"] for found in data["tools"].values() for one in found["reports"]))
+
+
+if __name__ == "__main__":
+    main()
