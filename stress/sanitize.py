@@ -135,10 +135,14 @@ GROUPS = {
             "moe.weighted_sum_kernel",
             "moe_gemv.gate_up_kernel",
             "moe_gemv.down_kernel",
+            "moe_fp8.gate_up_fp8_kernel",
+            "moe_fp8.down_fp8_kernel",
+            "fp8.quantize_kernel",
         ),
         (
             f"{KERNELS}test_experts_when_few_are_chosen_and_sizes_fill_no_tile[(50, 33)-3-torch.bfloat16]",
             "tests/test_gpu_fp8.py::test_few_tokens_and_sizes_that_fill_no_tile[(50, 33, 1)-torch.float16]",
+            "tests/test_gpu_fp8.py::test_experts_of_tokens_in_fp8[2-1]",
         ),
     ),
     "router, sampling, sums": Group(
