@@ -263,7 +263,7 @@ def run(group: str, tool: str, gpus: str, folder: Path, deadline: float) -> Resu
     env = os.environ | {"TRITON_CACHE_DIR": str(folder / name), "CUDA_VISIBLE_DEVICES": gpus}
     if tool != ALONE:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that memcheck knows each tensor
-        filters = ["--kernel-name", ",".join(f"kne={one}" for one in sorted(names))]
+        filters = [part for one in sorted(names) for part in ("--kernel-name", f"kne={one}")]
         options = f"--tool {tool} {COMMON} {TOOLS[tool]} --log-file {report}".split()
         # initcheck has to see what torch's kernels write, too.
         line = ["compute-sanitizer", *options, *(filters if tool != "initcheck" else ()), *line]
