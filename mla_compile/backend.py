@@ -62,8 +62,8 @@ def mla(
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
-        options = batch_invariant, captured, fp8_activations
-        chosen = pipeline.passes_for(gm, passes, decode_backend, *options)
+        flags = [batch_invariant, captured, fp8_activations]
+        chosen = pipeline.passes_for(gm, passes, decode_backend, *flags)
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)

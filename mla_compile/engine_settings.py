@@ -149,9 +149,9 @@ class EngineFields:
             with prompts included; prompts share only pages that prompts have filled, not emitted tokens; and requests
             begin once there are pages for their longest text. Not for `compile=False` or models with recurrent layers.
         fp8_activations: in steps of more than 128 tokens, tokens are quantised to FP8 before they are multiplied by FP8
-            weights, with a scale for each 128 numbers. Prompts are faster and less exact (docs/serving.md), and steps
-            with prompts are compiled from the first on. For a model with FP8 weights on Hopper; not for `compile=False`
-            or `batch_invariant`.
+            weights, with a scale for each 128 numbers. Prompts are faster and less exact (docs/checkpoints.md), and
+            steps with prompts are compiled from the first on. For a model with FP8 weights on Hopper; not for
+            `compile=False` or `batch_invariant`.
 
     Raises:
         MLAError: a bad argument, named.

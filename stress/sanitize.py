@@ -129,10 +129,10 @@ GROUPS = {
     ),
     "experts": Group(
         (
-            "moe.sort_kernel",
+            "pairs.sort_kernel",
             "moe.gate_up_kernel",
             "moe.down_kernel",
-            "moe.weighted_sum_kernel",
+            "pairs.weighted_sum_kernel",
             "moe_gemv.gate_up_kernel",
             "moe_gemv.down_kernel",
             "moe_fp8.gate_up_fp8_kernel",

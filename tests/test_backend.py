@@ -88,6 +88,12 @@ def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
         (None, {"epilog_fusion": True}, "^options: .*epilog_fusion"),
         (None, {"passes": "split"}, r"^options\['passes'\]: .*list.*split"),
         (None, {"passes": [3]}, r"^options\['passes'\]"),
+        (None, {"fp8_activations": 1}, r"^options\['fp8_activations'\]: expected True or False, got 1"),
+        (
+            None,
+            {"fp8_activations": True, "batch_invariant": True},
+            r"^options\['fp8_activations'\]: .*batch_inv",
+        ),
         (None, {"decode_backend": "fast"}, r"^options\['decode_backend'\]: .*reference.*'fast'"),
     ],
 )

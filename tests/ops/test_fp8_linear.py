@@ -166,6 +166,34 @@ def test_which_kernel_serves_experts(
     assert choose("moe_experts", fake(args, machine)).chosen.name == expected
 
 
+@pytest.mark.parametrize(
+    ("machine", "dtype", "tokens", "k", "linear", "experts"),
+    [
+        ((9, 0), torch.bfloat16, 600, 128, *["fp8_activations"] * 2),
+        ((9, 0), torch.bfloat16, 128, 128, "blocks_in_order", "triton_fp8"),
+        ((9, 0), torch.bfloat16, 600, 130, "dequantized", "rounded"),
+        ((9, 0), torch.float16, 600, 128, "dequantized", "triton_fp8"),
+        ((8, 9), torch.bfloat16, 600, 128, "dequantized", "rounded"),
+        (None, torch.bfloat16, 600, 128, "reference", "reference"),
+    ],
+    ids=str,
+)
+def test_which_kernels_quantise_tokens_if_they_may(
+    machine: Any,
+    dtype: torch.dtype,
+    tokens: int,
+    k: int,
+    linear: str,
+    experts: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on(machine, monkeypatch)
+    args = (torch.empty(tokens, k, dtype=dtype), *fp8_weight(64, k), None, None, True, False)
+    assert choose("fp8_linear", fake(args, machine)).chosen.name == linear
+    case = moe_case(tokens, 2, experts=16, hidden=k, intermediate=128, dtype=dtype, fp8=True)
+    assert choose("moe_experts", fake((*case.all_args()[:-1], True, False), machine)).chosen.name == experts
+
+
 @pytest.mark.parametrize("device", [H200, Device(108, (8, 9)), Device(148, (10, 0))], ids=str)
 def test_tiles_are_a_block_deep(device: Device) -> None:
     for tokens in (1, 40, 128, 5000):

@@ -128,3 +128,21 @@ def test_experts_of_many_tokens_are_converted_while_others_are_multiplied(shared
         assert kernel.spilled_bytes == 0 and kernel.shared_memory <= 227 * 1024, kernel.name
         waits = [int(left) for left in re.findall(r"wgmma.wait_group.sync.aligned (\d+)", kernel.text)]
         assert waits.count(0) == 1, "only after the loop does a program wait for all products"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [0, 1])
+def test_experts_of_tokens_in_fp8_fit_twice_and_multiply_fp8_by_fp8(shared: int) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8_activations
+    from tests.triton_compile import compiled_for
+
+    size = {"experts": 3, "hidden": 256, "intermediate": 256, "shared": shared}
+    case = moe_case(600, 1, **size, dtype=torch.bfloat16, fp8=True)
+    with compiled_for(90) as kernels:
+        moe_fp8_activations(case.operands())
+    products = [kernel for kernel in kernels if kernel.name.endswith("_fp8_kernel")]
+    assert len(products) == 2
+    for kernel in products:
+        assert 2 * kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 96, kernel.name
+        assert re.search(r"wgmma.mma_async.\S+.m64n128k32.f32.e4m3.e4m3", kernel.text)

@@ -1,4 +1,4 @@
-"""Products by FP8 weights: `fuse_linear`, `fuse_shared_experts` and `make_batch_invariant` rewrite them."""
+"""Products by FP8 weights: the passes that join them, make them batch-invariant or quantise their tokens."""
 
 from functools import partial
 
@@ -13,6 +13,8 @@ from mla_compile.ops.linear.fp8 import quantize
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
+from mla_compile.passes.nodes import op_arguments
+from mla_compile.passes.quantize_activations import quantize_activations
 from tests.passes.capture import checked, nodes_of, ops
 
 HIDDEN, EXPERTS = 72, 4
@@ -77,6 +79,15 @@ def test_batch_invariant_graphs_ask_every_op_for_one_order() -> None:
     gm = checked(Layer(40, 1), [make_batch_invariant], torch.randn(5, HIDDEN), dynamic=True)
     for node in (*nodes_of(gm, "fp8_linear"), *nodes_of(gm, "moe_experts")):
         assert node.args[-1] is True
+
+
+def test_calls_with_fp8_weights_may_quantise_their_tokens() -> None:
+    passes = [FUSE_SHARED, partial(fuse_linear, require_kernel=False), quantize_activations]
+    for intermediate, shared in ((40, 2), (128, 1)):
+        gm = checked(Layer(intermediate, shared), passes, torch.randn(5, HIDDEN), dynamic=True)
+        calls = [*nodes_of(gm, "fp8_linear"), *nodes_of(gm, "moe_experts")]
+        assert calls and all(op_arguments(node)["fp8_activations"] is True for node in calls)
+        assert not any(op_arguments(node)["batch_invariant"] for node in calls)
 
 
 def test_a_layer_in_half_precision_is_seen_too() -> None:

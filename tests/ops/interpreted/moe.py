@@ -14,7 +14,8 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.experts.kernels import moe  # noqa: E402
-from mla_compile.ops.experts.kernels.moe import moe_triton, sort_pairs  # noqa: E402
+from mla_compile.ops.experts.kernels.moe import moe_triton  # noqa: E402
+from mla_compile.ops.experts.kernels.pairs import sort_pairs  # noqa: E402
 from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS  # noqa: E402
 from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 from tests.kernel_cases import (  # noqa: E402

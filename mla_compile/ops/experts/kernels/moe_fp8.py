@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
 from mla_compile.ops.device import power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up
-from mla_compile.ops.experts.kernels.moe import (
+from mla_compile.ops.experts.kernels.pairs import (
     Choices,
     Sizes,
     num_programs,
