@@ -9,7 +9,7 @@ and no row is in use, and after the first cases neither the package's objects no
 import argparse
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,20 +70,19 @@ def num_device_bytes() -> int:
 
 
 class Flat:
-    """Checks that numbers do not grow after the warm-up."""
+    """Checks that numbers do not grow after the warm-up. numbers: how to read each, and by how much it may grow."""
 
-    def __init__(self, most: dict[Callable[[], int], int]) -> None:
-        self.most = most
-        self.seen: dict[Callable[[], int], list[int]] = {read: [] for read in most}
+    def __init__(self, numbers: Mapping[str, tuple[Callable[[], float], float]]) -> None:
+        self.numbers = numbers
+        self.seen: dict[str, list[float]] = {name: [] for name in numbers}
 
     def check(self) -> None:
-        for read, most in self.most.items():
-            seen = self.seen[read]
-            value = read()
+        for name, (read, most) in self.numbers.items():
+            seen, value = self.seen[name], read()
             if len(seen) < WARM_UP:
                 seen.append(value)
             else:
-                assert value <= max(seen) + most, f"{read.__name__}: {value} when idle, {max(seen)} at first"
+                assert value <= max(seen) + most, f"{name}: {value} when idle, {max(seen)} at first"
 
 
 def make(args: argparse.Namespace) -> Case:
@@ -96,9 +95,8 @@ def make(args: argparse.Namespace) -> Case:
     toy = ToyEngine(
         replace(ENGINE, arrivals=(longest,), k=1)
     )  # it remembers all texts, also those with drafts
-    flat = Flat(
-        {num_objects: MOST_OBJECTS, num_bytes: MOST_BYTES} | ({num_device_bytes: 2**20} if on_gpu else {})
-    )
+    numbers = {"objects of the package": (num_objects, MOST_OBJECTS), "bytes": (num_bytes, MOST_BYTES)}
+    flat = Flat(numbers | ({"bytes of the GPU": (num_device_bytes, 2**20)} if on_gpu else {}))
 
     def case(draw: Draw) -> str:
         for run, steps in ((engine, STEPS), (toy, SCHEDULER_STEPS)):

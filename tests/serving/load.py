@@ -199,7 +199,7 @@ class _Clients:
         connection.writer.transport.abort()
 
 
-def _megabytes(pid: int) -> float:
+def megabytes(pid: int) -> float:
     """Resident memory of a process that is not a file's."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) / 1024
@@ -223,7 +223,7 @@ async def run(server: ServerProcess, load: Load, say: Callable[[str], None] = pr
         await asyncio.sleep(0.5)
         if time.monotonic() > begin + load.seconds / 3:
             for name, each in pids.items():
-                seen.memory[name].append(_megabytes(each))
+                seen.memory[name].append(megabytes(each))
     after, seconds = await metrics(url), time.monotonic() - begin
     seen.step_ms = 1e3 * seconds / (after["mla_steps_total"] - before["mla_steps_total"])
     for name, part in (("p50", 0.5), ("p99", 0.99)):

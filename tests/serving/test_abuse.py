@@ -376,7 +376,7 @@ async def _good(url: str) -> Any:
         return answer.json()["choices"]
 
 
-async def _abuse(server: ServerProcess, count: int, seed: int) -> tuple[Counter[int], list[str]]:
+async def abuse(server: ServerProcess, count: int, seed: int) -> tuple[Counter[int], list[str]]:
     url, pid = server.url(), server.process.pid
     before, engine, sockets = await _good(url), children(pid)[0], num_sockets(pid)
     seen, wrong = Counter[int](), list[str]()
@@ -397,7 +397,7 @@ async def _abuse(server: ServerProcess, count: int, seed: int) -> tuple[Counter[
 @pytest.mark.parametrize("count", [400, pytest.param(NUM_REQUESTS, marks=pytest.mark.load)])
 def test_requests_of_all_bad_kinds_do_no_harm(count: int) -> None:
     with served(*FLAGS, MLA_COMPILE_API_KEY=KEY) as server:
-        seen, wrong = asyncio.run(_abuse(server, count, seed=count))
+        seen, wrong = asyncio.run(abuse(server, count, seed=count))
         log = "".join(server.log)
     print(f"{seen.total()} answers: {sorted(seen.items())}")
     assert not wrong, "\n".join(wrong[:5])

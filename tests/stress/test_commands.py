@@ -56,11 +56,11 @@ def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soak_fails_if_objects_of_the_package_stay_alive() -> None:
-    flat, kept = soak.Flat({soak.num_objects: 50}), []
+    flat, kept = soak.Flat({"objects": (soak.num_objects, 50)}), []
     for _ in range(soak.WARM_UP + 1):
         flat.check()
     kept += [SamplingParams() for _ in range(60)]
-    with pytest.raises(AssertionError, match="num_objects: "):
+    with pytest.raises(AssertionError, match="objects: "):
         flat.check()
 
 
