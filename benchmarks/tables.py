@@ -36,7 +36,7 @@ SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th per
 
 
 SHAPES = {"glm": "GLM-4.7-Flash's shape", "v2": "DeepSeek-V2's", "v3": "DeepSeek-V3's"}
-WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8", "fp8_activations": "FP8, `fp8_activations`"}
+WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8"}
 
 
 @functools.cache
@@ -944,6 +944,7 @@ PEERS = {
     },
 }
 """Of `benchmarks.peers`: each part's figures in words; the first one is compared."""
+PEER_WEIGHTS = WEIGHTS | {"fp8_activations": "FP8, `fp8_activations`"}
 PEERS_IN_WORDS = {"steps": "a step", "prompts": "first tokens of prompts", "servers": "tokens/s of a server"}
 
 
@@ -987,7 +988,7 @@ def peers_ratios() -> str:
     for (part, weights, drafts), by_rows in found.items():
         of_rows = [_times_faster(part, by_rows.get(count, {})) for count in counts]
         if any(of_rows):
-            what = f"{PEERS_IN_WORDS[part]}, {WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
+            what = f"{PEERS_IN_WORDS[part]}, {PEER_WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
             cells = (ratio and (f"**{ratio:.2f}**" if ratio < 1 else fixed(ratio, 2)) for ratio in of_rows)
             lines.append([what, *cells])
             ratios += [ratio for ratio in of_rows if ratio]
@@ -1010,7 +1011,7 @@ def peers() -> str:
         for (of_part, weights, drafts), by_rows in found.items():
             for count, of in sorted(by_rows.items()) if of_part == part else ():
                 both = (of.get(system, {}).get(name) for system in ("vllm", "ours") for name in names)
-                lines.append((WEIGHTS[weights], drafts, count, fixed(_times_faster(part, of), 2), *both))
+                lines.append((PEER_WEIGHTS[weights], drafts, count, fixed(_times_faster(part, of), 2), *both))
         heads = [f"{system}: {name}" for system in ("vLLM", "ours") for name in names.values()]
         if lines:
             text += f"\n{part.capitalize()}:\n" + table(

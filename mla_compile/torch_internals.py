@@ -27,7 +27,7 @@ from torch import fx
 
 from mla_compile.errors import MLAError
 
-WORKING_TORCH = "2.11 and 2.13 to 2.15"
+WORKING_TORCH = "2.11 to 2.15"
 """The versions of torch that the tests ran with."""
 
 
