@@ -1,9 +1,10 @@
 """Random traces through the real engine in which something fails: an interrupt, a cancellation, an allocation.
 
-KeyboardInterrupt, CancelledError or an exception comes before the n-th line that the engine's files run in steps, `add`,
-`abort` or `warm_up`, or while a step is recorded; or the n-th operation of torch in one of these finds no memory. Some
-engines record their steps, on stand-ins for CUDA graphs. Reports are also late by a number that changes. After it each request goes on, or has ended by name. Those that ended are added again, and all tokens are then right, no
-page is lost, and every invariant of `check_invariants` holds.
+KeyboardInterrupt, CancelledError or an exception comes before the n-th line that the engine's files run in steps,
+`add`, `abort` or `warm_up`, or while a step is recorded; or the n-th operation of torch in one of these finds no
+memory. Some engines record their steps, on stand-ins for CUDA graphs. Reports are also late by a number that changes.
+After it each request goes on, or has ended by name. Those that ended are added again, and all tokens are then right,
+no page is lost, and every invariant of `check_invariants` holds.
 """
 
 import argparse
