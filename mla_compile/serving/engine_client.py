@@ -217,8 +217,7 @@ class EngineClient:
                 failed = Failed(f"it has hung for {_PATIENCE * _MOST_SILENT:g} s")
         finally:
             self._outbox.put(None)
-            status = await asyncio.to_thread(processes.end, process)
-            connection.close()
+            status = await asyncio.to_thread(_end, process, connection, threads)
         return failed if failed.message else Failed(f"its process exited with status {status}")
 
     def _take(self, progress: Progress) -> None:
@@ -230,6 +229,17 @@ class EngineClient:
                 answer.put(index, update, progress.read_at)
                 if update.finish_reason is not None:
                     del self._answers[key]
+
+
+def _end(
+    process: "subprocess.Popen[bytes]", connection: Connection, threads: Sequence[threading.Thread]
+) -> int:
+    """End the process, which ends the threads, then close the connection, which they use; return the exit status."""
+    status = processes.end(process)
+    for thread in threads:
+        thread.join(1)
+    connection.close()
+    return status
 
 
 def _read(

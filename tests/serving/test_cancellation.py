@@ -149,11 +149,13 @@ def test_of_an_iteration_over_a_request(lag: int) -> None:
 def test_of_the_start_and_the_end_of_the_engines_process(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is a pipe that is ready at once, and it is ended."""
     pipes: list[Any] = []
+    connections: list[Any] = []
 
     def start(_: str) -> Any:
         ours, theirs = Pipe()
         theirs.send(Ready(ModelLimits("shipped", 99, 64), EngineStats(max_rows=2)))
         pipes.append(theirs)
+        connections.append(ours)
         return SimpleNamespace(pid=0), ours
 
     def end(_: Any) -> int:
@@ -177,9 +179,9 @@ def test_of_the_start_and_the_end_of_the_engines_process(call: str, monkeypatch:
         await asyncio.wait([task])
         async with asyncio.timeout(10):
             await client.stop()
-            while pipes:  # a thread ends the process
+            while not all(each.closed for each in connections):  # by a thread, once the process has ended
                 await asyncio.sleep(0.001)
-        assert client.num_running == 0
+        assert client.num_running == 0 and not pipes
         return has_ended
 
     ended = [asyncio.run(run(count)) for count in [*range(12), 20_000]]
