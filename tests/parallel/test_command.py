@@ -173,6 +173,20 @@ class TestEnds:
         running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 130 and running.log.read_text().endswith("mla-compile: interrupted\n")
 
+    @pytest.mark.long
+    @pytest.mark.parametrize(
+        ("how", "why"), [(signal.SIGKILL, "exit status is -9"), (signal.SIGSTOP, "it is stopped")]
+    )
+    def test_a_rank_that_is_lost_while_it_starts_is_named(
+        self, model: Path, tmp_path: Path, how: signal.Signals, why: str
+    ) -> None:
+        running = Running(model, tmp_path, until="")
+        os.kill(running.rank_1, how)
+        running.wait_for_end(running.rank_0.pid, running.rank_1)
+        *before, last = running.log.read_text().splitlines()
+        assert running.rank_0.wait() == 1 and re.fullmatch(rf"mla-compile: rank 1 .*{why}", last)
+        assert all(line.endswith(" ...") for line in before)
+
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_others_name_rank_0(self, running: Running, how: signal.Signals) -> None:
         os.kill(running.rank_0.pid, how)
