@@ -24,7 +24,7 @@ from tests.engine.engines import engine, finish, pool_of
 from tests.serving.test_app import app_of
 from tests.serving.test_isolation import CHAT_TEMPLATE, Playing, read
 
-WHOLE = {"model": "shipped", "max_tokens": 12, "seed": 3}
+WHOLE = {"model": "shipped", "max_tokens": 40, "seed": 3}
 CHAT = WHOLE | {"messages": [{"role": "user", "content": "Hello there"}]}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("/v1/completions", WHOLE | {"prompt": ["one", "two"], "logprobs": 1}),
@@ -36,9 +36,10 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Client:
-    """A client of the app. left: whether it hangs up."""
+    """A client of the app. left: whether it hangs up. address: its own."""
 
-    def __init__(self, app: Any, path: str, fields: dict[str, Any]) -> None:
+    def __init__(self, app: Any, path: str, fields: dict[str, Any], address: str = "10.0.0.1") -> None:
+        self.address = address
         self.app, self.path, self.body, self.left = app, path, json.dumps(fields).encode(), asyncio.Event()
         self.sent: list[Message] = []
 
@@ -55,7 +56,7 @@ class Client:
 
     async def run(self) -> tuple[int, Any]:
         scope = {"type": "http", "method": "POST", "path": self.path, "query_string": b"", "headers": []}
-        await self.app(scope | {"client": ("127.0.0.1", 1)}, self._receive, self._send)
+        await self.app(scope | {"client": (self.address, 1)}, self._receive, self._send)
         start, *parts = self.sent
         return start["status"], read(b"".join(part.get("body", b"") for part in parts))
 
@@ -88,15 +89,19 @@ def test_of_a_request(
         expected = await Client(app, path, fields).run()
         assert expected[0] == 200
         beside = await Client(app, *REQUESTS["streamed"]).run()
-        for count in range(10_000):
-            client, neighbour = Client(app, path, fields), Client(app, *REQUESTS["streamed"])
+        count = 0
+        while True:
+            client, neighbour = Client(app, path, fields), Client(app, *REQUESTS["streamed"], "10.0.0.2")
             task = asyncio.create_task(client.run())
             other = asyncio.create_task(neighbour.run())
             await turns(count)
             has_ended = task.done()
             end(client, task)
             async with asyncio.timeout(10):
-                await asyncio.gather(task, other, return_exceptions=True)
+                await asyncio.gather(task, return_exceptions=True)
+                clients = {answer.client for answer, _ in playing._answers.values()}
+                assert client.address not in clients, "its completions were aborted"
+                await asyncio.gather(other, return_exceptions=True)
                 await asyncio.gather(*playing.tasks)
             assert other.result() == beside, count
             assert playing.num_running == server._bodies.num_bytes == 0, count
@@ -107,7 +112,7 @@ def test_of_a_request(
                 assert await Client(app, path, fields).run() == expected, count
             await turns(2)
             assert len(asyncio.all_tasks()) == 1, "a task is left"
-        raise AssertionError
+            count += 1 + count // 64  # a thread takes many
 
     assert asyncio.run(run()) > 5
 
