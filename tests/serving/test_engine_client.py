@@ -181,6 +181,7 @@ def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
     with_client(test)
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_ends_its_requests_by_name_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
