@@ -123,7 +123,7 @@ class SafetensorFiles:
         return part
 
     def check_unchanged(self) -> None:
-        """Raises `MLAError` if a file has changed. Call it when all tensors are copied: they are read when they are."""
+        """Raises `MLAError` if a file has changed. A mapped tensor is read while it is copied: call it after that."""
         for file in self._files:
             file.check_unchanged()
 
