@@ -1,6 +1,6 @@
 """An interrupt before lines that steps run, on one trace; `stress.faults` has random lines of random traces.
 
-`MLA_FAULT_LINES=1000` has each line of the trace, which takes five minutes.
+`MLA_FAULT_LINES=1000` has each line of the trace, which takes two minutes.
 """
 
 import os
