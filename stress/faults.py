@@ -8,11 +8,13 @@ no page is lost, and every invariant of `check_invariants` holds.
 """
 
 import argparse
+import ast
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,16 +61,33 @@ class Fault:
             raise self.error
 
 
-class LineFault(Fault):
-    """The events are lines of the engine's files."""
+@cache
+def _heads(file: str) -> set[int]:
+    """The lines of a file's `with` statements, without those of their blocks."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.With)]
+    return {line for node in nodes for line in range(node.lineno, node.body[0].lineno)}
 
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+
+class LineFault(Fault):
+    """The events are lines of the engine's files.
+
+    The end of a `with` block is none: Python traces its line again, but handles no signal before it calls `__exit__`.
+    """
+
+    def _trace(self, frame: FrameType, _: str, __: Any) -> Any:
         file = frame.f_code.co_filename
         if not file.startswith(ENGINE):
             return None
-        if event == "line":
-            self.happens(lambda: f"{Path(file).name}:{frame.f_lineno}")
-        return self._trace
+        begun: set[int] = set()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            line = frame.f_lineno
+            if event == "line" and not (line in begun and line in _heads(file)):
+                begun.add(line)
+                self.happens(lambda: f"{Path(file).name}:{line}")
+            return trace
+
+        return trace
 
     @contextmanager
     def armed(self) -> Iterator[None]:
