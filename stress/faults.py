@@ -1,17 +1,20 @@
 """Random traces through the real engine in which something fails: an interrupt, a cancellation, an allocation.
 
-KeyboardInterrupt, CancelledError or an exception comes before the n-th line that the engine's files run in steps, `add`
-or `abort`; or the n-th operation of torch in steps finds no memory. Reports are also late by a number that changes.
-After it each request goes on, or has ended by name. Those that ended are added again, and all tokens are then right, no
-page is lost, and every invariant of `check_invariants` holds.
+KeyboardInterrupt, CancelledError or an exception comes before the n-th line that the engine's files run in steps,
+`add`, `abort` or `warm_up`, or while a step is recorded; or the n-th operation of torch in one of these finds no
+memory. Some engines record their steps, on stand-ins for CUDA graphs. Reports are also late by a number that changes.
+After it each request goes on, or has ended by name. Those that ended are added again, and all tokens are then right,
+no page is lost, and every invariant of `check_invariants` holds.
 """
 
 import argparse
+import ast
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +27,8 @@ from mla_compile.engine import Request
 from mla_compile.engine.engine import INTERRUPTED
 from stress.engines import drawn_trace
 from stress.runner import Case, Draw, command
-from tests.engine.engine_traces import EngineRun, check_invariants
+from tests.engine.engine_traces import EngineRun, Outcome, check_invariants, model
+from tests.engine.replays import recording
 from tests.engine.toy_engine import Arrival, Trace
 
 ENGINE = str(Path(mla_compile.engine.__file__).parent)
@@ -36,6 +40,11 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (
     lambda: asyncio.CancelledError(MESSAGE),
     lambda: RuntimeError(MESSAGE),
 )
+
+
+RECORD, WARM_UP = "record", "warm_up"
+PARTS = {"step": (8, 3000), "add": (1, 150), "abort": (1, 40), RECORD: (2, 60), WARM_UP: (1, 400)}
+"""The calls of an engine in which something fails: how often, and the most events before it."""
 
 
 class Fault:
@@ -52,16 +61,33 @@ class Fault:
             raise self.error
 
 
-class LineFault(Fault):
-    """The events are lines of the engine's files."""
+@cache
+def _heads(file: str) -> set[int]:
+    """The lines of a file's `with` statements, without those of their blocks."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.With)]
+    return {line for node in nodes for line in range(node.lineno, node.body[0].lineno)}
 
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+
+class LineFault(Fault):
+    """The events are lines of the engine's files.
+
+    The end of a `with` block is none: Python traces its line again, but handles no signal before it calls `__exit__`.
+    """
+
+    def _trace(self, frame: FrameType, _: str, __: Any) -> Any:
         file = frame.f_code.co_filename
         if not file.startswith(ENGINE):
             return None
-        if event == "line":
-            self.happens(lambda: f"{Path(file).name}:{frame.f_lineno}")
-        return self._trace
+        begun: set[int] = set()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            line = frame.f_lineno
+            if event == "line" and not (line in begun and line in _heads(file)):
+                begun.add(line)
+                self.happens(lambda: f"{Path(file).name}:{line}")
+            return trace
+
+        return trace
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -91,19 +117,32 @@ class OpFault(Fault, TorchDispatchMode):
 
 
 class FaultRun(EngineRun):
-    """A trace with a fault in its calls of `part`: "step", "add" or "abort"."""
+    """A trace with a fault in its calls of `part`, a name of `PARTS`."""
 
-    def __init__(self, trace: Trace, fault: LineFault | OpFault, part: str, lags: list[int]) -> None:
-        super().__init__(trace)
+    def __init__(
+        self, trace: Trace, fault: LineFault | OpFault, part: str, lags: list[int], *, captured: bool
+    ) -> None:
+        super().__init__(trace, captured=captured)
         self.fault, self.part, self.lags = fault, part, lags
         self.num_hit = 0
-        real = {name: getattr(self.engine, name) for name in ("step", "add", "abort")}
+        if part == RECORD:
+            return
+        real = getattr(self.engine, part)
 
         def failing(*args: Any, **kwargs: Any) -> Any:
             with self.fault.armed():
-                return real[part](*args, **kwargs)
+                return real(*args, **kwargs)
 
         setattr(self.engine, part, failing)
+
+    def serve(self, arrivals: tuple[Arrival, ...]) -> Outcome:
+        if self.part == WARM_UP:
+            try:
+                self.engine.warm_up()
+            except BaseException as error:
+                self._is_the_fault(error)
+            check_invariants(self.engine)
+        return super().serve(arrivals)
 
     def _add(self, number: int, arrival: Arrival) -> None:
         try:
@@ -151,17 +190,21 @@ class FaultRun(EngineRun):
 def run(draw: Draw) -> str:
     trace = drawn_trace(draw)
     trace = replace(trace, poison=None)
-    part = draw.choices(("step", "add", "abort"), (8, 1, 1))[0]
-    n = draw.randint(1, {"step": 3000, "add": 150, "abort": 40}[part])
+    part = draw.choices(list(PARTS), [often for often, _ in PARTS.values()])[0]
+    n = draw.randint(1, PARTS[part][1])
     error = draw.choice(ERRORS)()
     fault: LineFault | OpFault = LineFault(n, error)
-    if part == "step" and draw.random() < 0.3:
+    if part not in ("add", "abort") and draw.random() < 0.3:
         fault = OpFault(n, torch.OutOfMemoryError(MESSAGE))
     lags = [draw.randint(0, 2) for _ in range(draw.randint(1, 4))]
     draw.note(part, type(fault).__name__, n, type(error).__name__, "lags", lags, trace)
     draw.note(lambda: f"at {fault.where}")
-    ran = FaultRun(trace, fault, part, lags)
-    with torch.compiler.set_stance("force_eager"):
+    captured = part == RECORD or draw.random() < 0.2
+    inside = fault.armed if part == RECORD else nullcontext
+    with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        if captured:
+            stack.enter_context(recording(model(), inside=inside, eagerly=True))
+        ran = FaultRun(trace, fault, part, lags, captured=captured)
         ran.run()
     if fault.where is None:
         return f"{part}: no such event"

@@ -4,6 +4,7 @@ import copy
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -286,6 +287,40 @@ def test_a_step_that_waits_for_the_device_runs_uncaptured_and_the_next_is_captur
     first, second = captured.capture_report().buckets
     assert first.outcome.startswith("uncaptured: torch recorded no graph: ") and second.is_captured
     assert captured.generate([[1, 2, 3]] * 2, max_new_tokens=8)[0].error is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt("stopped")])
+@pytest.mark.parametrize("when", ["before the step", "after it"])
+def test_a_recording_that_fails_leaves_an_engine_that_serves_and_records(
+    when: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, recorded = capture.Captures.record, 0
+
+    def fails_once(self: capture.Captures, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        def failing(*own: Any) -> None:
+            if when == "after it":
+                step(*own)
+            raise error
+
+        nonlocal recorded
+        recorded += 1
+        return record(self, failing if recorded == 1 else step, args)
+
+    captured, plain = fresh_engines(2)
+    prompts = [[1, 2, 3], [4, 5]]
+    expected = [each.token_ids for each in plain.generate(prompts, max_new_tokens=24)]
+    monkeypatch.setattr(capture.Captures, "record", fails_once)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="stopped"):
+            captured.generate(prompts, max_new_tokens=24)
+    for _ in range(2):
+        found = captured.generate(prompts, max_new_tokens=24)
+        (alone,) = captured.generate(prompts[:1], max_new_tokens=24)
+        assert [each.token_ids for each in (*found, alone)] == [*expected, expected[0]]
+    outcomes = [bucket.outcome for bucket in captured.capture_report().buckets]
+    refused = "uncaptured: torch recorded no graph: no memory"
+    assert outcomes.count(refused) == isinstance(error, RuntimeError) and "captured" in outcomes, outcomes
+    assert torch.rand(2, device="cuda").isfinite().all(), "torch's generator is not in a recording"
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from mla_compile.ending import INTERRUPTED, before_end, end_now, ending_at_ctrl_
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.progress import announce_if_slow
+from mla_compile.ranks import PATIENCE
 from mla_compile.torch_internals import keep_gloo_on_loopback, meeting_place
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ _LONG = timedelta(days=365)
 """A rank may wait for another that compiles. `Ranks` detects one that has exited."""
 _GRACE = 5.0
 """Seconds for children to exit once rank 0 does."""
+_ROUND = 0.1
+"""Seconds between two looks at children that start."""
 
 
 def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **load: Any) -> Parallel:
@@ -96,7 +100,7 @@ def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
 
 @contextmanager
 def _watched(children: dict[int, "subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Inside, this process exits if a child exits."""
+    """Inside, this process exits if a child exits, or stays stopped."""
     have_joined = threading.Event()
     watcher = threading.Thread(target=_watch, args=(children, have_joined), daemon=True)
     watcher.start()
@@ -108,13 +112,24 @@ def _watched(children: dict[int, "subprocess.Popen[bytes]"]) -> Iterator[None]:
 
 
 def _watch(children: dict[int, "subprocess.Popen[bytes]"], have_joined: threading.Event) -> None:
-    while not have_joined.wait(0.1):
+    stopped = Counter[int]()  # rounds, as this process may have been stopped too
+    while not have_joined.wait(_ROUND):
         for rank, child in children.items():
             status = child.poll()
             if status == INTERRUPTED:
                 end_now("interrupted", INTERRUPTED)
             elif status is not None:
                 end_now(f"rank {rank} has not started: its exit status is {status}", 1)
+            stopped[rank] = stopped[rank] + 1 if _is_stopped(child) else 0
+            if stopped[rank] > PATIENCE / _ROUND:
+                end_now(f"rank {rank} has not started: it is stopped", 1)
+
+
+def _is_stopped(child: "subprocess.Popen[bytes]") -> bool:
+    """Whether a signal stops a child; where the system does not say, False."""
+    with suppress(AttributeError, ChildProcessError):
+        return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _kill(children: dict[int, "subprocess.Popen[bytes]"]) -> None:

@@ -191,6 +191,7 @@ def load_head(
         if name == _HEAD and parallel is not None:
             weight = weight.chunk(parallel.size)[parallel.rank]
         parameter.copy_(weight)
+    files.check_unchanged()
     if place is not None:
         head.place = place.to(model.device)
     return head.eval(), layers

@@ -1,8 +1,10 @@
 """A checkpoint's safetensors files as one table of named tensors."""
 
 import math
+import os
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,34 @@ _MAX_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 @dataclass(frozen=True)
+class MappedFile:
+    """An open file. handle: safetensors', which has no public type. before: what the system said when it was opened."""
+
+    path: Path
+    real: Path
+    handle: Any
+    before: os.stat_result
+
+    def check_unchanged(self) -> None:
+        """Raises `MLAError` if the file was written to. What was deleted or replaced stays as it was while mapped."""
+        with suppress(FileNotFoundError):
+            before, now = self.before, self.real.stat()
+            if now.st_ino == before.st_ino and (now.st_size, now.st_mtime_ns) != (
+                before.st_size,
+                before.st_mtime_ns,
+            ):
+                expected = f"a file that does not change while it is loaded ({before.st_size} bytes)"
+                hint = "load it when it is complete"
+                raise MLAError(str(self.path), expected, f"one written to ({now.st_size} bytes)", hint)
+
+
+@dataclass(frozen=True)
 class Entry:
     """One tensor of a file: its shape, and its dtype by safetensors' name ("F32", "BF16", "F8_E4M3", ...)."""
 
     shape: tuple[int, ...]
     dtype: str
-    file: Any  # safetensors' handle, which has no public type
+    file: MappedFile
     name: str  # in the file
 
     def __str__(self) -> str:
@@ -57,18 +81,22 @@ class SafetensorFiles:
                 unreadable (such as a header that does not fit it); a repeated tensor.
         """
         self.entries: dict[str, Entry] = {}
+        self._files: list[MappedFile] = []
         for name, real in _files(directory).items():
             path = directory / name
             try:
+                before = real.stat()
                 _check_header(real, path)
-                file: Any = safe_open(real, framework="pt", device="cpu")
-                for stored in file.keys():  # noqa: SIM118, a handle is no dict
+                handle: Any = safe_open(real, framework="pt", device="cpu")
+                file = MappedFile(path, real, handle, before)
+                self._files.append(file)
+                for stored in handle.keys():  # noqa: SIM118, a handle is no dict
                     if not stored.startswith(prefix):
                         continue
                     tensor = stored.removeprefix(prefix)
                     if tensor in self.entries:
                         raise MLAError(str(path), "each tensor in one file", f"a second {stored}")
-                    header = file.get_slice(stored)
+                    header = handle.get_slice(stored)
                     shape = tuple(header.get_shape())
                     self.entries[tensor] = Entry(shape, header.get_dtype(), file, stored)
             except (OSError, SafetensorError) as error:
@@ -76,17 +104,28 @@ class SafetensorFiles:
                 raise MLAError(str(path), "a readable safetensors file", error, hint) from error
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU; its memory is the file's, mapped."""
+        """The tensor on the CPU; its memory is the file's, mapped.
+
+        Raises:
+            MLAError: the file has changed.
+        """
         entry = self.entries[name]
-        tensor: Tensor = entry.file.get_tensor(entry.name)
+        entry.file.check_unchanged()  # a page beyond the end of a file that was cut would end the process
+        tensor: Tensor = entry.file.handle.get_tensor(entry.name)
         return tensor
 
     def read_range(self, name: str, dim: int, begin: int, end: int) -> Tensor:
         """Indices `begin` to `end` of the tensor along `dim`, like `read`; the rest of it is not read."""
         entry = self.entries[name]
-        whole = entry.file.get_slice(entry.name)
+        entry.file.check_unchanged()
+        whole = entry.file.handle.get_slice(entry.name)
         part: Tensor = whole[(*(slice(None),) * dim, slice(begin, end))]
         return part
+
+    def check_unchanged(self) -> None:
+        """Raises `MLAError` if a file has changed. A mapped tensor is read while it is copied: call it after that."""
+        for file in self._files:
+            file.check_unchanged()
 
     def read_part(self, name: str, how: Division, rank: int, size: int) -> Tensor:
         """`how.part` of the tensor, like `read_range`; a copy if it stacks several matrices."""

@@ -42,7 +42,11 @@ class WeightLoader:
         return sum(map(self._num_bytes, self._names))
 
     def run(self, advance: Advance) -> None:
-        """Read every tensor. advance: called with each one's number of bytes in the files."""
+        """Read every tensor. advance: called with each one's number of bytes in the files.
+
+        Raises:
+            MLAError: a file has changed meanwhile.
+        """
         for name in self._names:
             place, _ = self._places[name]
             is_fp8 = self._files.entries[name].dtype == FLOAT8
@@ -53,6 +57,7 @@ class WeightLoader:
             else:
                 self._quantize(name)
             advance(self._num_bytes(name))
+        self._files.check_unchanged()
 
     def _num_bytes(self, name: str) -> int:
         _, how = self._places[name]

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before a failed process is restarted; doubles each time."""
+_PATIENCE, _MOST_SILENT = 60.0, 10
+"""A ready process that sends nothing for this many times these seconds hangs. Once is no proof: this process may have
+been stopped itself, and has not read yet."""
 
 
 class Answer:
@@ -190,9 +193,18 @@ class EngineClient:
         ]
         for thread in threads:
             thread.start()
-        failed = Failed("")
+        failed, num_silent = Failed(""), 0
         try:
-            while (message := await inbox.get()) is not None:
+            while num_silent < _MOST_SILENT:
+                try:
+                    async with asyncio.timeout(None if self.ready is None else _PATIENCE):
+                        message = await inbox.get()
+                except TimeoutError:
+                    num_silent += 1
+                    continue
+                num_silent = 0
+                if message is None:
+                    break
                 if isinstance(message, Progress):
                     self._take(message)
                 elif isinstance(message, Ready):
@@ -201,10 +213,11 @@ class EngineClient:
                         started.set_result(None)
                 else:
                     failed = message
+            else:
+                failed = Failed(f"it has hung for {_PATIENCE * _MOST_SILENT:g} s")
         finally:
             self._outbox.put(None)
-            status = await asyncio.to_thread(processes.end, process)
-            connection.close()
+            status = await asyncio.to_thread(_end, process, connection, threads)
         return failed if failed.message else Failed(f"its process exited with status {status}")
 
     def _take(self, progress: Progress) -> None:
@@ -216,6 +229,17 @@ class EngineClient:
                 answer.put(index, update, progress.read_at)
                 if update.finish_reason is not None:
                     del self._answers[key]
+
+
+def _end(
+    process: "subprocess.Popen[bytes]", connection: Connection, threads: Sequence[threading.Thread]
+) -> int:
+    """End the process, which ends the threads, then close the connection, which they use; return the exit status."""
+    status = processes.end(process)
+    for thread in threads:
+        thread.join(1)
+    connection.close()
+    return status
 
 
 def _read(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _KEPT_GRAMMARS = 64
+_BEAT = 1.0
+"""Seconds after which `Progress` without news shows that the process does not hang."""
 
 
 class _Served:
@@ -158,10 +160,10 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
 
 def run(connection: Connection, served: _Served) -> None:
     """Serve until the connection ends."""
-    engine = served.engine
+    engine, sent_at = served.engine, 0.0
     while True:
         # Waits for a message if idle; polls while another thread compiles a grammar.
-        wait = 0.0 if engine.has_work() else 0.002 if served.is_compiling() else None
+        wait = 0.0 if engine.has_work() else 0.002 if served.is_compiling() else _BEAT
         while connection.poll(wait):
             served.take(connection.recv())
             wait = 0.0
@@ -169,8 +171,9 @@ def run(connection: Connection, served: _Served) -> None:
         if engine.has_work():
             engine.step()
         read_at = time.monotonic()
-        if news := served.news():
+        if (news := served.news()) or read_at - sent_at >= _BEAT:
             connection.send(Progress(news, engine.stats, read_at))
+            sent_at = read_at
 
 
 def _load(settings: ServerSettings) -> _Served:

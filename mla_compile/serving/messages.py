@@ -111,7 +111,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """From the engine, after a step: updates by key, and stats.
+    """From the engine, after a step, or as a sign that it is there: updates by key, and stats.
 
     updates: keys, each with the fields of an `Update`, as plain tuples are pickled in a fifth of the time.
     read_at: when the step's report was read, by `time.monotonic`, which all processes of a machine share.

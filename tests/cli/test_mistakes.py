@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.main import get_command
 from mla_compile import MLAError
 from mla_compile.cli.app import app
 from mla_compile.cli.commands import demo, env, generate, inspect, serve
+from mla_compile.cli.prompts import result_writer
 from mla_compile.engine import Engine
 
 GOOD = '{"prompt": "hello"}'
@@ -203,6 +205,22 @@ def test_an_error_of_another_file_is_not_blamed_on_the_output_file(generate, tmp
     with pytest.raises(OSError, match="a compile cache"):
         generate("--prompt", "a", "--output", output)
     assert output.read_text() == "what was there before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_an_output_file_that_is_written_in_part_is_not_kept(tmp_path):
+    """A limit of the size of files in place of a disk that is full."""
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b"what was there before")
+    write = result_writer(output, None, streamed=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        with pytest.raises(MLAError, match=f"^--output {output}: .*can be written, got File too large"):
+            write(["x" * 1000] * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert output.read_bytes() == b"what was there before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 

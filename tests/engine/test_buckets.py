@@ -1,7 +1,7 @@
 """Which bucket serves a batch and which are captured within a budget, with a stand-in for torch's CUDA graphs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,14 +18,19 @@ from mla_compile.engine import Bucket, CaptureReport, Engine, steps
 from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures, Recording
 from mla_compile.engine.config import FittedConfig
+from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding, prompt_sizes
 from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.torch_internals import CompiledCall, compiled_calls, noted, would_repeat
+from stress.faults import OpFault
+from tests.engine.engine_traces import check_invariants
 from tests.engine.engines import engine, with_new_caches
+from tests.engine.replays import Replay, recording
 from tests.models_for_tests import caches_of, one_layer_model
 
 K = 3
+PROMPTS = [[1, 2, 3], [4, 5], [6]]
 
 
 @cache
@@ -252,45 +257,21 @@ def test_the_report_reads_as_a_table() -> None:
     ]
 
 
-class Replay:
-    """A stand-in for a CUDA graph: it runs the step on the graph's own arguments, and overwrites the graph's result."""
-
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        self.step, self.args, self.result = step, args, result
-
-    def replay(self) -> None:
-        for mine, its in zip(tensors(self.result), tensors(self.step(*self.args)), strict=True):
-            mine.copy_(its)
-
-
-def tensors(result: Any) -> list[torch.Tensor]:
-    if result is None or isinstance(result, torch.Tensor):
-        return [] if result is None else [result]
-    return [tensor for each in result for tensor in tensors(each)]
+@pytest.fixture
+def recorded() -> Iterator[tuple[MLAForCausalLM, list[Replay]]]:
+    """A model whose engines record, and what they have recorded."""
+    model = one_layer_model(torch.float32)
+    with recording(model) as replays:
+        yield model, replays
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_requests_of_every_kind_have_their_own_tokens_on_replayed_steps(
-    monkeypatch: pytest.MonkeyPatch,
+    recorded: tuple[MLAForCausalLM, list[Replay]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside prompts and without them, on graphs of whole steps and of parts, before and after weights move."""
-    model = one_layer_model(torch.float32)
-    replays: list[Replay] = []
-
-    def record(captures: Captures, step: Callable[..., Any], args: tuple[Any, ...]) -> Recording:
-        own = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args)
-        written = [*args[0].named().values(), *caches_of(model)]
-        before = [tensor.clone() for tensor in written]
-        with compiled_calls() as calls:
-            result = step(*own)
-        for tensor, value in zip(written, before, strict=True):
-            tensor.copy_(value)
-        replays.append(Replay(step, own, result))
-        return Recording(cast("torch.cuda.CUDAGraph", replays[-1]), own, result, calls, 0)
-
-    monkeypatch.setattr(Captures, "record", record)
-    monkeypatch.setattr(steps, "_why_not_captured", lambda *_: None)
+    model, replays = recorded
     monkeypatch.setattr(steps, "EAGER_MIXED_STEPS", 4)
     settings = {"max_rows": 4, "max_tokens_per_step": 48, "max_model_len": 256}
     kinds = [{}, {"temperature": 1.0}, {"logprobs": 3}, {"repetition_penalty": 1.3}]
@@ -329,6 +310,33 @@ def test_requests_of_every_kind_have_their_own_tokens_on_replayed_steps(
     assert request.completion.token_ids == expected.token_ids
     steps_captured = {bucket.step for bucket in mine.capture_report().buckets if bucket.is_captured}
     assert {"sampled", "mixed, sampled", "verify, sampled", "advance, sampled"} <= steps_captured
+
+
+@pytest.mark.parametrize("place", ["record", "warm_up"])
+@pytest.mark.parametrize("n", [1, 20, 60])
+def test_memory_that_a_recording_lacks_ends_no_request(n: int, place: str) -> None:
+    """Nor does memory that the warm-up lacks, whose caller gets the error."""
+    model, fault = one_layer_model(torch.float64), OpFault(n, torch.OutOfMemoryError("no memory"))
+    inside = fault.armed if place == "record" else nullcontext
+    with (
+        torch.compiler.set_stance("force_eager"),
+        recording(model, inside=inside, eagerly=True) as replays,
+    ):
+        mine = engine(1, model, compile=True, max_rows=2)
+        expected = [c.token_ids for c in engine(0, one_layer_model()).generate(PROMPTS, max_new_tokens=9)]
+        if place == "warm_up":
+            with pytest.raises(torch.OutOfMemoryError, match="no memory"), fault.armed():
+                mine.warm_up()
+        found = mine.generate(PROMPTS, max_new_tokens=9)
+        (alone,) = mine.generate(PROMPTS[:1], max_new_tokens=9)
+    assert fault.where is not None and replays
+    assert [each.token_ids for each in (*found, alone)] == [*expected, expected[0]] and not any(
+        each.error for each in found
+    )
+    check_invariants(mine)
+    outcomes = [bucket.outcome for bucket in mine.capture_report().buckets]
+    assert outcomes.count("uncaptured: torch recorded no graph: no memory") == (place == "record"), outcomes
+    assert "captured" in outcomes
 
 
 @pytest.mark.long

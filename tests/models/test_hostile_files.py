@@ -138,6 +138,57 @@ def test_a_file_that_lies_is_refused(good, spoil):
     assert refused(directory, spoil[1](header, data))
 
 
+def cut(file: Path) -> None:
+    os.truncate(file, 100)
+
+
+def write_over(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-8, os.SEEK_END)
+        opened.write(b"\0" * 8)
+
+
+def append_to(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(b"more")
+
+
+def replace_file(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(b"others")
+    other.replace(file)
+
+
+@pytest.mark.parametrize("at", ["before its first tensor", "after its last tensor"])
+@pytest.mark.parametrize("change", [cut, write_over, append_to, replace_file, Path.unlink])
+def test_a_file_that_changes_while_it_is_loaded_is_named(checkpoint, copy, monkeypatch, change, at):
+    """A file that is deleted or replaced is loaded as it was when it was opened."""
+    read, changed = SafetensorFiles.read, copy / "model-00004-of-00017.safetensors"
+    calls = []
+
+    def counted(files: SafetensorFiles, name: str) -> torch.Tensor:
+        calls.append(files.entries[name].file.path)
+        if len(calls) == when:
+            change(changed)
+        return read(files, name)
+
+    monkeypatch.setattr(SafetensorFiles, "read", counted)
+    when = 0
+    expected = load_model(copy).state_dict()
+    last = len(calls) - calls[::-1].index(changed)
+    assert calls.index(changed) > 1 and last < len(calls), "other files are read before and after"
+    when = 1 if at.startswith("before") else last + 1
+    calls.clear()
+    if change in (replace_file, Path.unlink):
+        found = load_model(copy).state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        return
+    with pytest.raises(MLAError, match=rf"^{changed}: .* does not change .* written to .*complete$"):
+        load_model(copy)
+    shutil.copy(checkpoint / changed.name, changed)
+    load_model(copy)
+
+
 def name_shard(directory: Path, shard: object) -> None:
     index = directory / INDEX
     table = json.loads(index.read_text())

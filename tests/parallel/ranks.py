@@ -14,22 +14,32 @@ from pathlib import Path
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """No multicast: it may put GPUs that others share out of service."""
-MODULES = ("tests.parallel.worker", "tests.parallel.engines", "tests.parallel.loads")
+MODULES = (
+    "tests.parallel.worker",
+    "tests.parallel.engines",
+    "tests.parallel.loads",
+    "tests.parallel.lost_rank",
+)
 """Imported once. Importing them starts no thread and no CUDA, which no fork would survive."""
 SECONDS = 550
 """Ranks that still run then are killed."""
 
 
 def run_ranks(module: str, size: int, folder: Path, *words: str) -> None:
-    """Runs `main` of a module as `python -m MODULE RANK SIZE FOLDER WORDS` for each rank, in a new process; a failure
-    shows the ends of their logs."""
+    """`exit_statuses`, which must all be 0; a failure shows the ends of their logs."""
+    statuses = exit_statuses(module, size, folder, *words)
+    assert not any(statuses), "\n".join(log_of(folder, rank).read_text()[-3000:] for rank in range(size))
+
+
+def exit_statuses(module: str, size: int, folder: Path, *words: str) -> list[int]:
+    """Runs `main` of a module as `python -m MODULE RANK SIZE FOLDER WORDS` for each rank, in a new process."""
     (folder / "meeting").unlink(missing_ok=True)
     starter = _starter()
     assert starter.stdin is not None and starter.stdout is not None
     starter.stdin.write(f"{json.dumps([module, size, str(folder), *words])}\n")
     starter.stdin.flush()
-    statuses = json.loads(starter.stdout.readline())
-    assert not any(statuses), "\n".join(_log(folder, rank).read_text()[-3000:] for rank in range(size))
+    statuses: list[int] = json.loads(starter.stdout.readline())
+    return statuses
 
 
 @cache
@@ -44,7 +54,7 @@ def _starter() -> "subprocess.Popen[str]":
     )
 
 
-def _log(folder: Path, rank: int) -> Path:
+def log_of(folder: Path, rank: int) -> Path:
     return folder / f"log.{rank}.txt"
 
 
@@ -59,7 +69,10 @@ def _wait(pid: int, deadline: float) -> int:
 
 def _run(module: str, rank: int, size: int, folder: str, *words: str) -> None:
     """In the new process, which ends afterwards as every Python program does."""
-    null, log = os.open(os.devnull, os.O_RDONLY), os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT)
+    null, log = (
+        os.open(os.devnull, os.O_RDONLY),
+        os.open(log_of(Path(folder), rank), os.O_WRONLY | os.O_CREAT),
+    )
     for file, stream in ((null, 0), (log, 1), (log, 2)):
         os.dup2(file, stream)
     sys.argv = [module, str(rank), str(size), folder, *words]

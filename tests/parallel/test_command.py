@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,20 @@ class TestEnds:
         running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 130 and running.log.read_text().endswith("mla-compile: interrupted\n")
 
+    @pytest.mark.long
+    @pytest.mark.parametrize(
+        ("how", "why"), [(signal.SIGKILL, "exit status is -9"), (signal.SIGSTOP, "it is stopped")]
+    )
+    def test_a_rank_that_is_lost_while_it_starts_is_named(
+        self, model: Path, tmp_path: Path, how: signal.Signals, why: str
+    ) -> None:
+        running = Running(model, tmp_path, until="")
+        os.kill(running.rank_1, how)
+        running.wait_for_end(running.rank_0.pid, running.rank_1)
+        *before, last = running.log.read_text().splitlines()
+        assert running.rank_0.wait() == 1 and re.fullmatch(rf"mla-compile: rank 1 .*{why}", last)
+        assert all(line.endswith(" ...") for line in before)
+
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_others_name_rank_0(self, running: Running, how: signal.Signals) -> None:
         os.kill(running.rank_0.pid, how)
@@ -193,6 +209,44 @@ def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.ends() == 0 and not LOST.search("".join(server.log))
         assert started and all(map(is_gone, started))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_loses_a_rank_ends_its_requests_by_name_and_comes_back(how: signal.Signals) -> None:
+    def asks(**fields: object) -> urllib.request.Request:
+        body = {
+            "model": "shipped",
+            "prompt": "In the beginning",
+            "temperature": 0,
+            "ignore_eos": True,
+        } | fields
+        headers = {"Content-Type": "application/json"}
+        return urllib.request.Request(f"{server.url()}/v1/completions", json.dumps(body).encode(), headers)
+
+    def text() -> str:
+        with urllib.request.urlopen(asks(max_tokens=8)) as answer:
+            found: str = json.load(answer)["choices"][0]["text"]
+        return found
+
+    with served("--tensor-parallel-size", "2") as server:
+        expected = text()
+        (rank_1,) = [child for engine in children(server.process.pid) for child in children(engine)]
+        with urllib.request.urlopen(asks(max_tokens=480, stream=True)) as answer:
+            answer.readline()
+            os.kill(rank_1, how)
+            begin = time.monotonic()
+            rest = answer.read().decode()
+        assert time.monotonic() - begin < SOON
+        assert "the engine failed: its process exited with status 1" in rest
+        assert ("1", "0") in LOST.findall("".join(server.log))
+        while True:  # until then 503
+            with suppress(urllib.error.HTTPError):
+                assert text() == expected
+                break
+            assert time.monotonic() - begin < 120
+            time.sleep(0.2)
+        assert is_gone(rank_1)
 
 
 def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> None:

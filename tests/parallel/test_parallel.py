@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,7 +35,8 @@ from tests.models.small import (
     v3_config,
     v32_config,
 )
-from tests.parallel.ranks import run_ranks
+from tests.parallel.lost_rank import PHASES
+from tests.parallel.ranks import exit_statuses, log_of, run_ranks
 from tests.parallel.worker import loaded, texts
 
 WIDE = {
@@ -155,6 +158,23 @@ class TestEngines:
             run_ranks("tests.parallel.engines", 2, tmp_path, case)
         assert "raised" in str(failed.value)
         assert re.search(r"\brank 0\b.*\brank 1\b", str(failed.value))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("phase", [*PHASES, "idle"])
+def test_a_rank_that_is_lost_in_any_phase_is_named_and_ends_the_other(
+    phase: str, lost: int, name: str, tmp_path: Path
+) -> None:
+    """Within seconds; a program's patience is seven times the one here."""
+    checkpoint(tmp_path, SMALL)
+    begin = time.monotonic()
+    statuses = exit_statuses("tests.parallel.lost_rank", 2, tmp_path, str(lost), phase, name)
+    log = log_of(tmp_path, 1 - lost).read_text()
+    assert time.monotonic() - begin < 30 and statuses[lost] == -signal.SIGKILL, log
+    is_named = f"rank {lost} of 2 is gone; rank {1 - lost} ends with it\n" in log
+    # One that leaves may have said so before it is lost.
+    assert (statuses[1 - lost], is_named) in [(1, True), *[(0, False)] * (phase == "ending")], log
 
 
 class TestMistakes:

@@ -181,6 +181,31 @@ def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
     with_client(test)
 
 
+@pytest.mark.long
+def test_an_engine_that_hangs_ends_its_requests_by_name_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a step on a GPU never ends, so that its report never comes. An idle one sends signs of life."""
+    monkeypatch.setattr(engine_client, "_PATIENCE", 0.25)
+
+    async def test(client: EngineClient) -> None:
+        asked = Asked(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
+        expected = (await joined(client.submit([asked])))[0]
+        await asyncio.sleep(11 * 0.25)
+        assert client.ready is not None, "it is idle"
+        answer = client.submit([asked])
+        await answer.next()
+        assert client._process is not None
+        client._process.send_signal(signal.SIGSTOP)
+        (update,) = await joined(answer)
+        assert update.error == "the engine failed: it has hung for 2.5 s"
+        assert client.num_running == 0
+        await until(lambda: client.ready is not None)
+        assert (await joined(client.submit([asked])))[0].token_ids == expected.token_ids
+
+    with_client(test)
+
+
 @pytest.mark.parametrize("how", ["it dies", "it cannot start"])
 def test_a_process_that_fails_before_it_reads_anything_is_started_again(
     monkeypatch: pytest.MonkeyPatch, how: str

@@ -64,6 +64,7 @@ class LongcatMtpLayer(nn.Module):
                 if entry.shape != parameter.shape or entry.dtype not in FLOATS:
                     raise MLAError(published, f"float {list(parameter.shape)}", entry)
                 parameter.copy_(files.read(published))
+        files.check_unchanged()
         return layer
 
     def forward(
