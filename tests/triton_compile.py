@@ -28,16 +28,23 @@ class Compiled:
     spilled_bytes: int
     text: str
     """PTX."""
+    cubin: bytes
+
+    def instructions(self) -> str:
+        """What ptxas made of the PTX."""
+        return _printed("nvdisasm", "-c", self.cubin)
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _printed(tool: str, option: str, cubin: bytes) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    report = _printed("cuobjdump", "-res-usage", cubin)
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
 
 
@@ -58,7 +65,8 @@ def compiled_for(capability: int) -> Iterator[list[Compiled]]:
         used = _resources(kernel.asm["cubin"])
         spilled = used["STACK"] + used["LOCAL"]
         shared = kernel.metadata.shared
-        kernels.append(Compiled(kernel.name, shared, used["REG"], spilled, kernel.asm["ptx"]))
+        text, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+        kernels.append(Compiled(kernel.name, shared, used["REG"], spilled, text, cubin))
         return kernel
 
     active = driver._active  # private: `driver.active` would start the default driver

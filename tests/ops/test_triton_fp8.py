@@ -146,3 +146,28 @@ def test_experts_of_tokens_in_fp8_fit_twice_and_multiply_fp8_by_fp8(shared: int)
     for kernel in products:
         assert 2 * kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 96, kernel.name
         assert re.search(r"wgmma.mma_async.\S+.m64n128k32.f32.e4m3.e4m3", kernel.text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_constant_is_converted_from_fp8(padded: bool) -> None:
+    """ptxas converts arbitrary bits for the constant 0 of elements past the width, on a GPU also those of a NaN."""
+    pytest.importorskip("triton")
+    from mla_compile.ops.experts.kernels import moe, moe_gemv
+    from mla_compile.ops.linear.kernels.fp8_linear import linear_blocks, linear_gemv
+    from tests.triton_compile import compiled_for
+
+    padding = (torch.zeros(1, dtype=torch.int32), 2) if padded else (None, 1)
+    with compiled_for(90) as kernels:
+        for k in (128, 300, 1408):
+            weight = fp8_weight(70, k)
+            linear_gemv(FP8LinearOperands(torch.randn(1, k).bfloat16(), *weight))
+            linear_blocks(FP8LinearOperands(torch.randn(5, k).bfloat16(), *weight))
+        for hidden, intermediate in ((128, 64), (256, 48), (300, 150)):
+            sizes = {"experts": 3, "hidden": hidden, "intermediate": intermediate}
+            operands = moe_case(2, 2, **sizes, dtype=torch.bfloat16, fp8=True).operands(*padding)
+            moe_gemv.moe_gemv(operands)
+            moe.moe_triton(operands)
+    found = [re.findall(r"UNPACK_B\S*\s+R\d+, (\S+)", kernel.instructions()) for kernel in kernels]
+    assert sum(map(bool, found)) > 6, "kernels that convert"
+    assert all(re.match(r"R(\d+|Z)", source) for sources in found for source in sources), found
