@@ -321,7 +321,7 @@ def main() -> None:
 
     def run_all(tools: list[str], deadline: float) -> list[Result]:
         jobs = [(group, tool) for group in args.groups for tool in tools]
-        with ThreadPoolExecutor(args.jobs) as pool:
+        with ThreadPoolExecutor(max(1, args.jobs)) as pool:
             started = [
                 pool.submit(
                     run, *job, str(i % max(1, gpus)) if job[0] != PAIR else "0,1", args.folder, deadline

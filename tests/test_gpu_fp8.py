@@ -1,13 +1,19 @@
 """On a CUDA device: products and experts by FP8 weights at the sizes of real models, and an engine's tokens."""
 
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from mla_compile import Engine, SamplingParams, load_model
+from mla_compile import Engine, MLABatch, SamplingParams, load_model, prefill_segment
 from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.models import MLAForCausalLM
+from mla_compile.ops import library
 from mla_compile.ops.device import device_of
+from mla_compile.ops.dispatch import Candidate
 from mla_compile.ops.experts.kernels.moe import moe_rounded, moe_triton
 from mla_compile.ops.experts.moe import moe_experts_op
 from mla_compile.ops.experts.tiles import fp8_moe_tiles
@@ -191,22 +197,35 @@ def test_experts_of_tokens_in_fp8(shared: int, among: int) -> None:
     check_quantised_moe(case, moe_experts_op(*case.all_args(row_lens, q_len)[:-1], True), runs)
 
 
-def test_an_engine_with_fp8_activations() -> None:
-    """Log-probabilities change little, and only if a step has many tokens."""
+def test_an_engine_quantises_the_tokens_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device="cuda", quantize="fp8")
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
-    found = []
-    for given in ({}, {"fp8_activations": True}):
-        engine = Engine(model, num_speculative_tokens=0, max_rows=4, max_model_len=512, **given)
-        engine.warm_up(sampling=params)
-        found.append(
-            [engine.generate([[3 + i % 90 for i in range(n)]], sampling=params)[0] for n in (20, 400)]
+    served, serving = list[str](), library.serving
+
+    def noted(op: str, args: Sequence[Any]) -> Candidate:
+        served.append(serving(op, args).name)
+        return serving(op, args)
+
+    monkeypatch.setattr(library, "serving", noted)
+    size = {"num_speculative_tokens": 0, "max_rows": 2, "max_model_len": 512, "capture_budget": 0}
+    engine = Engine(model, **size, fp8_activations=True)
+    for tokens, quantises in ((20, False), (400, True), (20, False)):
+        served.clear()
+        prompt = [3 + i % 90 for i in range(tokens)]
+        (found,) = engine.generate([prompt], sampling=SamplingParams(max_tokens=1, logprobs=1))
+        assert served and ("fp8_activations" in served) == quantises
+        with torch.no_grad():
+            expected = next_logits(model, prompt).float().log_softmax(-1)[found.token_ids[0]]
+        assert abs(found.logprobs[0][found.token_ids[0]].logprob - float(expected)) < (
+            0.3 if quantises else 0.1
         )
-        engine.close()
-    few, many = (
-        [one.logprobs[0][one.token_ids[0]].logprob for one in both] for both in zip(*found, strict=True)
-    )
-    assert few[0] == few[1] and many[0] != many[1] and abs(many[0] - many[1]) < 0.2, (few, many)
+
+
+def next_logits(model: MLAForCausalLM, prompt: list[int]) -> Tensor:
+    """Of the token after a prompt, by the model in eager mode."""
+    pages = torch.arange(1, 1 + -(-len(prompt) // 64), dtype=torch.int32, device="cuda")
+    segment, positions = prefill_segment([len(prompt)], [0], pages[None], page_size=64)
+    hidden = model(torch.tensor(prompt, device="cuda"), positions, MLABatch(prefill=segment))
+    return model.logits(hidden[-1:])[0]
 
 
 @pytest.mark.parametrize("k", [0, 3])
