@@ -224,7 +224,7 @@ def next_logits(model: MLAForCausalLM, prompt: list[int]) -> Tensor:
     """Of the token after a prompt, by the model in eager mode."""
     pages = torch.arange(1, 1 + -(-len(prompt) // 64), dtype=torch.int32, device="cuda")
     segment, positions = prefill_segment([len(prompt)], [0], pages[None], page_size=64)
-    hidden = model(torch.tensor(prompt, device="cuda"), positions, MLABatch(prefill=segment))
+    hidden, *_ = model(torch.tensor(prompt, device="cuda"), positions, MLABatch(prefill=segment))
     return model.logits(hidden[-1:])[0]
 
 
