@@ -81,11 +81,12 @@ SCHEMAS = {
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
         "SymInt q_len=1, Tensor? shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, "
         "Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? shared_gate_scale=None, "
-        "Tensor? shared_up_scale=None, Tensor? shared_down_scale=None, bool batch_invariant=False) -> Tensor"
+        "Tensor? shared_up_scale=None, Tensor? shared_down_scale=None, bool fp8_activations=False, "
+        "bool batch_invariant=False) -> Tensor"
     ),
     "fp8_linear": (
         "(Tensor x, Tensor first, Tensor first_scale, Tensor? second=None, Tensor? second_scale=None, "
-        "bool batch_invariant=False) -> Tensor"
+        "bool fp8_activations=False, bool batch_invariant=False) -> Tensor"
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
@@ -99,7 +100,7 @@ SCHEMAS = {
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
     "norm_linear": (
         "(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor first, Tensor? first_scale=None, "
-        "Tensor? second=None, Tensor? second_scale=None, bool batch_invariant=False) -> "
+        "Tensor? second=None, Tensor? second_scale=None, bool fp8_activations=False, bool batch_invariant=False) -> "
         "(Tensor product, Tensor total)"
     ),
     "norm_router": (
