@@ -73,6 +73,7 @@ MOE_EXPERTS = (
         description="many tokens, which are quantised too: FP8 by FP8",
         function="mla_compile.ops.experts.kernels.moe_fp8:moe_fp8_activations",
         min_capability=(9, 0),
+        max_capability=(9, 0),
         constraints={
             **_TRITON_FP8.constraints,
             "dtype": (torch.bfloat16,),

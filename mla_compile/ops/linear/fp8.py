@@ -11,6 +11,9 @@ one of two ways:
 - by block: x is multiplied by `value`, which is exact in every dtype of x, and the float32 sum over a block, or a part
   of it, by `scale`. All other kernels do this. No weight is rounded, so the error against `value * scale` in float64 is
   no larger than that of a float32 matmul by weights that need no rounding, as long as 2^16 |x| is finite in float32.
+
+With `fp8_activations`, x is quantised too if there are many tokens: a token has a scale for each 128 columns, and the
+float32 sum over a block of products of FP8 values is multiplied by both scales.
 """
 
 from collections.abc import Callable

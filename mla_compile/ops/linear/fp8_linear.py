@@ -57,7 +57,7 @@ FP8_LINEAR = (
     Candidate(
         "fp8_activations",
         "many tokens, which are quantised first: cuBLAS multiplies FP8 by FP8",
-        "mla_compile.ops.linear.kernels.fp8_linear:linear_fp8_activations",
+        "mla_compile.ops.linear.kernels.fp8_by_fp8:linear_fp8_activations",
         ("cuda",),
         min_capability=(9, 0),
         max_capability=(9, 0),

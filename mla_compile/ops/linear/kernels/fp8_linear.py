@@ -2,7 +2,7 @@
 
 One token uses CUDA cores (`gemv.py`); more use tensor cores, block by block (`blocks.py`). Both multiply FP8 values,
 which are exact in every dtype of x, and scale a sum. Every tile of tokens repeats the conversion, so for many tokens it
-is faster to write the dequantised weight once, or to quantise the tokens too, if the call allows that.
+is faster to write the dequantised weight once.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_compile.ops.linear.fp8 import each_matrix
 from mla_compile.ops.linear.kernels import blocks, gemv
-from mla_compile.ops.linear.kernels.fp8 import dequantize_triton, quantize_triton
+from mla_compile.ops.linear.kernels.fp8 import dequantize_triton
 from mla_compile.ops.linear.operands import FP8LinearOperands
 from mla_compile.ops.linear.tiles import ProductTiles
 
@@ -32,20 +32,6 @@ def linear_blocks(operands: FP8LinearOperands, *, tiles: ProductTiles | None = N
 def linear_in_order(operands: FP8LinearOperands) -> Tensor:
     """Batch-invariant `fp8_linear` in half precision."""
     return each_matrix(blocks.multiply_in_order, operands)
-
-
-def linear_fp8_activations(operands: FP8LinearOperands) -> Tensor:
-    """`fp8_linear` of tokens that are quantised to FP8, by cuBLAS, which adds the scaled sums of blocks in float32."""
-    values, scales = quantize_triton(operands.x)
-    of_tokens, of_weights = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-
-    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        scale = F.pad(scale, (0, -scale.shape[1] % 4))  # as cuBLAS requires
-        of_x = values, weight.t(), scales.t(), of_tokens, scale.t(), of_weights
-        out: Tensor = F.scaled_mm(*of_x, output_dtype=x.dtype)
-        return out[: len(x)]
-
-    return each_matrix(product, operands)
 
 
 def linear_dequantized(operands: FP8LinearOperands) -> Tensor:

@@ -51,8 +51,8 @@ def unit_sums(w, h, scale_at, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr)
     """
     sums = tl.sum(w.to(tl.float32) * h.to(tl.float32)[None, :, :], 2)
     if scale_at is not None:
-        # A select, not a product: past WIDTH, where a weight is the constant 0, ptxas 12.8 and 13.0 convert arbitrary bits
-        # from FP8 instead, and these may be NaN.
+        # A select, not a product: past WIDTH, where a weight is the constant 0, ptxas 12.8 and 13.0 convert arbitrary
+        # bits from FP8 instead, and these may be NaN.
         first = start + tl.arange(0, BLOCK_K // UNIT) * UNIT
         inside = first < WIDTH
         scale = tl.load(scale_at + first // BLOCK, mask=inside, other=0.0)
