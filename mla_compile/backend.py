@@ -25,7 +25,8 @@ from mla_compile.torch_internals import (
 
 log = logging.getLogger(__name__)
 
-_OURS = ("passes", "decode_backend", "batch_invariant", "captured", "fp8_activations")
+_FLAGS = ("batch_invariant", "captured", "fp8_activations")
+_OURS = ("passes", "decode_backend", *_FLAGS)
 """The options that are not Inductor's."""
 
 
@@ -62,8 +63,7 @@ def mla(
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
-        flags = [batch_invariant, captured, fp8_activations]
-        chosen = pipeline.passes_for(gm, passes, decode_backend, *flags)
+        chosen = pipeline.passes_for(gm, passes, decode_backend, batch_invariant, captured, fp8_activations)
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
@@ -83,7 +83,7 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count() or 1}
     defaults: dict[str, Any] = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     given = options or {}
-    for name in ("batch_invariant", "captured", "fp8_activations"):
+    for name in _FLAGS:
         if type(given.get(name, False)) is not bool:
             raise MLAError(f"options['{name}']", "True or False", repr(given[name]))
     if given.get("batch_invariant"):

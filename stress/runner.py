@@ -64,7 +64,7 @@ class Draw(Random):
         return self.getrandbits(53) / 2**53
 
     def share(self, cases: int, name: str) -> None:
-        """From now on `block` draws the same for all that share this name, among so many cases in turn."""
+        """From now on `block` draws the same in each of `cases` consecutive cases that give this name."""
         self.block = Draw(f"{int(self._seed) // cases} {name}")
         self.block.taken, self.block._record = self.taken, self._record
 

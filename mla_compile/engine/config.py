@@ -24,7 +24,7 @@ from mla_compile.ops.attention.decode_backends import check_name, select_backend
 from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.ops.linear import fp8
-from mla_compile.ops.linear.fp8_linear import FP8_LINEAR
+from mla_compile.ops.linear.fp8_linear import BY_FP8
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import check_drafter, select_drafter
 from mla_compile.suggest import suggestions
@@ -281,8 +281,7 @@ def _check_model(model: object) -> None:
 
 def _check_for_fp8_activations(model: ServedModel) -> None:
     """Raises `MLAError` where `fp8_activations` would change nothing: on another device, without FP8 weights."""
-    quantised = next(candidate for candidate in FP8_LINEAR if candidate.name == "fp8_activations")
-    if (reason := quantised.why_not_on(*describe_device(model.device))) is not None:
+    if (reason := BY_FP8.why_not_on(*describe_device(model.device))) is not None:
         raise MLAError("fp8_activations", f"False on this device, as it {reason}", True)
     if isinstance(model, nn.Module) and not any(weight.dtype == fp8.DTYPE for weight in model.parameters()):
         hint = "load the model with quantize='fp8', or a checkpoint in FP8"

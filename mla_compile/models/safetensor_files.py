@@ -30,7 +30,7 @@ _MAX_HEADER = 100_000_000  # bytes, as in safetensors
 
 @dataclass(frozen=True)
 class MappedFile:
-    """An open file. handle: safetensors', which has no public type. before: what the system said when it was opened."""
+    """An open file. handle: safetensors', which has no public type. before: its status when it was opened."""
 
     path: Path
     real: Path

@@ -41,13 +41,14 @@ from mla_compile.passes.nodes import (
     arguments,
     function_name,
     namespace_of,
+    op_arguments,
     tensor_of,
     value_of,
     values_of,
     with_arguments,
 )
 from mla_compile.passes.provenance import where
-from mla_compile.torch_internals import overload_of, schema_arguments, statically_known_true
+from mla_compile.torch_internals import overload_of, statically_known_true
 
 INDUCTOR_OPTIONS = {
     # A value in half precision is rounded after every op, fused or not, and no product is added unrounded.
@@ -116,7 +117,7 @@ def _set_flag(node: fx.Node, target: Any) -> None:
     if target is matmul_by_head_op:
         node.target = matmul_op  # it has the same arguments
         set_example_value(node, fake_mode_of(node))
-    elif any(argument.name == FLAG for argument in schema_arguments(target)):
+    elif FLAG in op_arguments(node):
         node.args, node.kwargs = with_arguments(node, **{FLAG: True})
         set_example_value(node, fake_mode_of(node))  # raises if a named backend is not batch-invariant
 

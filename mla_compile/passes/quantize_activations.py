@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.passes.nodes import namespace_of, with_arguments
-from mla_compile.torch_internals import overload_of, schema_arguments
+from mla_compile.passes.nodes import namespace_of, op_arguments, with_arguments
+from mla_compile.torch_internals import overload_of
 
 FLAG = "fp8_activations"
 
@@ -22,7 +22,6 @@ FLAG = "fp8_activations"
 def quantize_activations(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it."""
     for node in gm.graph.nodes:
-        target = overload_of(node.target)
-        if namespace_of(target) == "mla_compile" and any(a.name == FLAG for a in schema_arguments(target)):
+        if namespace_of(overload_of(node.target)) == "mla_compile" and FLAG in op_arguments(node):
             node.args, node.kwargs = with_arguments(node, **{FLAG: True})
     return gm

@@ -46,10 +46,11 @@ def _viewed(node: fx.Node, written: Set[int]) -> fx.Node:
     are `written` to, it stays: otherwise, no reader of the op would seem to read what they write.
     """
     found = base = node
+    own = memory([node])
     while _is_view(base):
         base = base.all_input_nodes[0]
-        keys = memory([base]), memory([node])
-        if same_sizes(value_of(base), value_of(node)) and (keys[0] == keys[1] or written.isdisjoint(keys[1])):
+        may_stand_in = written.isdisjoint(own) or memory([base]) == own
+        if may_stand_in and same_sizes(value_of(base), value_of(node)):
             found = base
     return found
 

@@ -173,7 +173,7 @@ def test_a_rank_that_is_lost_in_any_phase_is_named_and_ends_the_other(
     log = log_of(tmp_path, 1 - lost).read_text()
     assert time.monotonic() - begin < 30 and statuses[lost] == -signal.SIGKILL, log
     is_named = f"rank {lost} of 2 is gone; rank {1 - lost} ends with it\n" in log
-    # One that leaves may have said so before it is lost.
+    # A rank that leaves may have announced it before it is lost.
     assert (statuses[1 - lost], is_named) in [(1, True), *[(0, False)] * (phase == "ending")], log
 
 

@@ -38,6 +38,22 @@ _IN_ORDER = triton(
     min_capability=FLOAT8,
     batch_invariant=True,
 )
+BY_FP8 = Candidate(
+    "fp8_activations",
+    "many tokens, which are quantised first: cuBLAS multiplies FP8 by FP8",
+    "mla_compile.ops.linear.kernels.fp8_by_fp8:linear_fp8_activations",
+    ("cuda",),
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    packages=("triton",),
+    constraints={
+        "dtype": (torch.bfloat16,),
+        "tokens": at_least(MIN_QUANTISED),
+        "k": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+        "columns": range(16, 2**31, 16),
+        "fp8_activations": (True,),
+    },
+)
 # The limits on tokens are those up to which each candidate was the fastest on an H200. One candidate serves
 # batch-invariant calls of all numbers of tokens.
 FP8_LINEAR = (
@@ -54,22 +70,7 @@ FP8_LINEAR = (
         constraints={"dtype": HALF, "tokens": range(2, MAX_SHARING + 1), **_SIZES},
         min_capability=FLOAT8,
     ),
-    Candidate(
-        "fp8_activations",
-        "many tokens, which are quantised first: cuBLAS multiplies FP8 by FP8",
-        "mla_compile.ops.linear.kernels.fp8_by_fp8:linear_fp8_activations",
-        ("cuda",),
-        min_capability=(9, 0),
-        max_capability=(9, 0),
-        packages=("triton",),
-        constraints={
-            "dtype": (torch.bfloat16,),
-            "tokens": at_least(MIN_QUANTISED),
-            "k": range(fp8.BLOCK, 2**31, fp8.BLOCK),
-            "columns": range(16, 2**31, 16),
-            "fp8_activations": (True,),
-        },
-    ),
+    BY_FP8,
     triton(
         "many tokens: the weight is dequantised first, and cuBLAS multiplies",
         "mla_compile.ops.linear.kernels.fp8_linear:linear_dequantized",

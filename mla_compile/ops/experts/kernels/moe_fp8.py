@@ -149,26 +149,16 @@ def moe_fp8_activations(operands: ExpertOperands) -> Tensor:
     activated = x.new_empty((results, intermediate), dtype=fp8.DTYPE)
     activated_scale = scales.new_empty((intermediate // fp8.BLOCK, results))
     pair_outs = x.new_empty((results, hidden))
+    work = starts, pairs, experts, sizes, _TOKENS
     gate_up_fp8_kernel[(num_programs(operands, intermediate // fp8.BLOCK, _TOKENS, True),)](
         *(values, scales, *GateUp.of(operands), activated, activated_scale),
-        *(scales.shape[1], tokens, order, starts, pairs, experts, sizes, _TOKENS),
+        *(scales.shape[1], tokens, order, *work),
         **early,
         num_warps=4,
         num_stages=2,
     )
     down_fp8_kernel[(num_programs(operands, hidden // fp8.BLOCK, _TOKENS, True),)](
-        *(
-            activated,
-            activated_scale,
-            Down.of(operands),
-            pair_outs,
-            tokens,
-            starts,
-            pairs,
-            experts,
-            sizes,
-            _TOKENS,
-        ),
+        *(activated, activated_scale, Down.of(operands), pair_outs, tokens, *work),
         **early,
         num_warps=4,
         num_stages=3,

@@ -19,7 +19,8 @@ def linear_fp8_activations(operands: FP8LinearOperands) -> Tensor:
     of_tokens, of_weights = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 
     def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        scale = F.pad(scale, (0, -scale.shape[1] % 4))  # as cuBLAS requires
+        if missing := -scale.shape[1] % 4:  # cuBLAS requires a multiple
+            scale = F.pad(scale, (0, missing))
         of_x = values, weight.t(), scales.t(), of_tokens, scale.t(), of_weights
         out: Tensor = F.scaled_mm(*of_x, output_dtype=x.dtype)
         return out[: len(x)]
