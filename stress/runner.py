@@ -304,6 +304,12 @@ def summarise(
         print(f"  {count:>9} {kind}")
 
 
+def visible_gpus() -> list[str]:
+    """The numbers of this process' GPUs, as `CUDA_VISIBLE_DEVICES` takes them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+
+
 def run_jobs(name: str, case: Case, args: argparse.Namespace) -> int:
     """The same as `run`, by `args.jobs` processes, each with its range of seeds and one of the GPUs."""
     results = Results(name, args.output, environment(args.device))
@@ -311,8 +317,7 @@ def run_jobs(name: str, case: Case, args: argparse.Namespace) -> int:
     done = sum(one["end"] - one["first"] for one in results.ranges)
     first = max((one["end"] for one in results.ranges), default=args.seed)
     each = -(-max(0, args.cases - done) // args.jobs)
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    visible = gpus.split(",")
+    gpus = visible_gpus() or [""]
     start, parts = time.monotonic(), []
     with TemporaryDirectory() as folder:
         for i in range(args.jobs):
@@ -320,7 +325,7 @@ def run_jobs(name: str, case: Case, args: argparse.Namespace) -> int:
             given = {"cases": each, "seed": first + i * each, "seconds": args.seconds, "output": part}
             given |= {"device": args.device, "failures": args.failures}
             line = [sys.executable, "-m", name, *(f"--{key}={value}" for key, value in given.items())]
-            env = os.environ | {"CUDA_VISIBLE_DEVICES": visible[i % len(visible)]}
+            env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]}
             with log.open("w") as file:
                 job = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, env=env)
             parts.append((job, part, log))

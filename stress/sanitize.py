@@ -6,6 +6,7 @@ with all processes at the same time. Each distinct report is kept, with its expl
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -18,9 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from stress.runner import environment
+from stress.runner import environment, visible_gpus
 
 ROOT = Path(__file__).parent.parent
 COMMON = "--target-processes all --print-limit 20000 --show-backtrace device"
@@ -317,16 +316,14 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=list(TOOLS))
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    start, gpus = time.monotonic(), torch.cuda.device_count()
+    start, gpus = time.monotonic(), visible_gpus()
 
     def run_all(tools: list[str], deadline: float) -> list[Result]:
         jobs = [(group, tool) for group in args.groups for tool in tools]
         with ThreadPoolExecutor(max(1, args.jobs)) as pool:
             started = [
-                pool.submit(
-                    run, *job, str(i % max(1, gpus)) if job[0] != PAIR else "0,1", args.folder, deadline
-                )
-                for i, job in enumerate(jobs)
+                pool.submit(run, *job, ",".join(gpus[:2]) if job[0] == PAIR else one, args.folder, deadline)
+                for job, one in zip(jobs, itertools.cycle(gpus or [""]))
             ]
             return [one.result() for one in started]
 
