@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -100,11 +101,18 @@ class Job:
         machine = {
             "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
             "torch": torch.__version__,
-            "version": vllm_engine.version() if self.system == "vllm" else mla_compile.__version__,
+            "version": vllm_engine.version() if self.system == "vllm" else our_version(),
         }
         runner = {} if self.runner is None else {"runner": self.runner}
         case = {"part": part, "system": self.system, "weights": self.weights, "drafts": self.drafts}
         return case | {"rows": rows} | runner | found | machine
+
+
+def our_version() -> str:
+    """This package's, with the packages whose attention it uses where they are installed."""
+    found = {each.name: each.version for each in distributions()}
+    others = [f"{name} {found[name]}" for name in ("flash-attn-4", "sgl-flash-mla") if name in found]
+    return mla_compile.__version__ + (f" with {' and '.join(others)}" if others else "")
 
 
 class OurEngine:
