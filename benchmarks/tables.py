@@ -540,37 +540,6 @@ def server() -> str:
     )
 
 
-def mtp_iteration() -> str:
-    """The shipped model's iteration as a CUDA graph."""
-    report = result("mtp_iteration")
-    machine = report["machine"]
-    return sentences(
-        f"{machine['gpu']}, torch {machine['torch']}, {report['rows'][0]['rows']} rows of {report['tokens']} tokens."
-    ) + table(
-        [
-            "drafts",
-            "dtype",
-            "tokens a step",
-            "iteration",
-            "its kernels",
-            "rows recorded",
-            "tokens equal to eager",
-        ],
-        (
-            (
-                row["k"],
-                row["dtype"],
-                fixed(row["acceptance_length"], 2),
-                f"{row['wall_us'] / 1000:.2f} ms",
-                f"{row['kernel_us'] / 1000:.2f} ms",
-                ", ".join(map(str, sorted(bucket["rows"] for bucket in row["buckets"]))),
-                _yes(row["first_difference"] is None) if "first_difference" in row else None,
-            )
-            for row in report["rows"]
-        ),
-    )
-
-
 def loading(name: str) -> str:
     """Bytes that loading reads, and growth of anonymous memory."""
     report = result(name)
@@ -1204,7 +1173,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode_choice": decode_choice,
     "sampling": sampling,
     "prefill": prefill,
-    "mtp_iteration": mtp_iteration,
     "batch_invariance": batch_invariance,
     "batch_invariance.cost": batch_invariance_cost,
     "server": server,

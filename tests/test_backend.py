@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.counters import compile_counters
 from mla_compile import MLABatch, MLAError, mla_attention, torch_internals
 from mla_compile.backend import resolve_settings
 from mla_compile.passes import PASSES
 from mla_compile.torch_internals import inductor_modes
 from tests.cases import Case, make_case
+from tests.counters import compile_counters
 
 
 class OwnModule(nn.Module):

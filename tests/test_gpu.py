@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor
 
-from benchmarks.counters import compile_counters
 from mla_compile import (
     MLABatch,
     MLAError,
@@ -36,6 +35,7 @@ from mla_compile.ops.linear import matmul
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
 from tests.cases import Case, make_case, relative_error
+from tests.counters import compile_counters
 from tests.cuda_graphs import num_recorded
 from tests.engine.engines import finish, texts
 from tests.engine.test_grammar import grammar

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from benchmarks.counters import compile_counters
 from mla_compile import Engine, SamplingParams
 from mla_compile.engine.background import run_in_background
+from tests.counters import compile_counters
 from tests.engine.engines import engine, watch_eager_calls
 from tests.models_for_tests import one_layer_model
 

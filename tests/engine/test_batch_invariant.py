@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.counters import compile_counters
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.backend import resolve_settings
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention import decode_backends
+from tests.counters import compile_counters
 from tests.engine.engines import engine, pool_of, watch_eager_calls, with_lag
 from tests.engine.test_requests import MIXED, PROMPTS, alone, tokenizer
 from tests.engine.test_scheduler import Driven, goes_on

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.counters import compile_counters
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, Engine, steps
 from mla_compile.engine.buckets import row_sizes
@@ -24,6 +23,7 @@ from mla_compile.packing import padded_prompt_tokens, prompt_padding, prompt_siz
 from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.torch_internals import CompiledCall, compiled_calls, noted, would_repeat
 from stress.faults import OpFault
+from tests.counters import compile_counters
 from tests.engine.engine_traces import check_invariants
 from tests.engine.engines import engine, with_new_caches
 from tests.engine.replays import Replay, recording

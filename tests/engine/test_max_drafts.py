@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import SamplingParams
 from mla_compile.engine import Completion, Request
 from mla_compile.models import MLAForCausalLM
 from mla_compile.testing import shadow_check
+from tests.counters import compile_counters
 from tests.engine.engines import engine, finish, texts
 from tests.engine.watching import Watch
 from tests.models_for_tests import one_layer_model, tiny_model

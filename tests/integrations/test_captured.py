@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.counters import compile_counters
 from mla_compile.integrations.transformers import accelerate
+from tests.counters import compile_counters
 from tests.integrations import stock
 from tests.integrations.families import FAMILIES, prompts, stock_model
 from tests.integrations.mtp import STEPS, with_mtp

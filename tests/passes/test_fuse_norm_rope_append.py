@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from benchmarks.counters import compile_counters
 from mla_compile import MLABatch, explain
 from mla_compile.engine import Engine
 from mla_compile.passes import pipeline, recognise
@@ -18,6 +17,7 @@ from mla_compile.passes.effects import may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.provenance import module_path
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
+from tests.counters import compile_counters
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import (

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from benchmarks.counters import compile_counters
 from mla_compile import MLABatch, decode_segment
 from mla_compile.caches import allocate
 from mla_compile.engine import Engine
 from mla_compile.passes import pipeline
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph, mark_varying, with_own_code
+from tests.counters import compile_counters
 from tests.models_for_tests import one_layer_model, tiny_model
 from tests.passes.capture import HIDDEN, PAGE_SIZE, Stack, nodes_of
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import Grammar, MLABatch, MLAError, SamplingParams, decode_segment
 from mla_compile.caches import allocate
@@ -23,6 +22,7 @@ from mla_compile.models.eagle3 import load_head
 from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.testing import check_batch_invariance, shadow_check
+from tests.counters import compile_counters
 from tests.engine.engines import engine, finish
 from tests.engine.test_grammar import EOS, REGEX, SCHEMA, SMALL, WITH_LOGPROBS
 from tests.engine.watching import Watch

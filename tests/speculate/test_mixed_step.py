@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.counters import compile_counters
 from mla_compile import MLABatch
 from mla_compile.batch import ForwardOutput
 from mla_compile.caches import allocate
@@ -29,6 +28,7 @@ from mla_compile.torch_internals import (
     mark_varying,
     with_own_code,
 )
+from tests.counters import compile_counters
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, caches_of, one_layer_model, poison_caches
 from tests.passes.capture import nodes_of, shape

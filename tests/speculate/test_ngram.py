@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 import torch
 
-from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import MLAError
 from mla_compile.caches import allocate
@@ -18,6 +17,7 @@ from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecode
 from mla_compile.speculate.drafter import DRAFTERS
 from mla_compile.speculate.ngram import lookup_drafts
 from mla_compile.testing import shadow_check
+from tests.counters import compile_counters
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
 from tests.models.small import randomize

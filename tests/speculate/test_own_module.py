@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.counters import compile_counters
 from mla_compile import Engine, MLAError
 from mla_compile.batch import ForwardOutput
 from mla_compile.speculate import DrafterKind
 from mla_compile.testing import shadow_check
+from tests.counters import compile_counters
 from tests.engine.engines import SIZES
 from tests.engine.watching import Watch
 from tests.speculate.eagle3_heads import DefinedHead, config_of, weights_of, write_head

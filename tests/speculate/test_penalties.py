@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import Completion, MLAError, SamplingParams
 from mla_compile.caches import allocate
@@ -19,6 +18,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import FIRST_TOKEN
+from tests.counters import compile_counters
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, one_layer_model, tiny_model

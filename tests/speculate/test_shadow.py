@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.counters import compile_counters
 from benchmarks.start import start
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.testing import ShadowCheckError, checked_step, shadow_check
+from tests.counters import compile_counters
 from tests.engine.engines import engine
 from tests.models_for_tests import caches_of, one_layer_model, tiny_model
 from tests.shadow_streams import run_checked_streams
