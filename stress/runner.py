@@ -107,10 +107,20 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _works(device: str) -> bool:
+    """False after an access outside memory on a GPU."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def attempt(case: Case, draw: Draw) -> str | Failure:
     """The kind of the case, or its failure."""
-    torch.manual_seed(0)
     try:
+        torch.manual_seed(0)
         with _limited(SECONDS_PER_CASE):
             return case(draw)
     except (KeyboardInterrupt, SystemExit):
@@ -273,10 +283,10 @@ def run(
             found = attempt(case, Draw(number))
             if isinstance(found, Failure):
                 failures += 1
-                if "CUDA error" in found.error:  # every call of this process fails from now on
-                    most = failures
-                else:
+                if _works(device):
                     found = reduced(case, found)
+                if not _works(device):  # every call of this process fails from now on
+                    most = failures
                 print(report(name, number, found, device), flush=True)
                 here["failures"].append(
                     {"seed": number, "error": found.error[:300], "record": found.draw.taken}

@@ -454,10 +454,13 @@ def check_router(before: Args, _: Args, result: tuple[Tensor, Tensor]) -> None:
     clear = torch.ones(len(x), dtype=torch.bool, device=x.device)
     for seed in range(3):
         g = torch.Generator(x.device).manual_seed(seed)
-        off = 1e-4 * torch.randn(logits.shape, generator=g, dtype=torch.float64, device=x.device)
-        clear &= (
-            choose_experts(logits + off, bias, *rest)[1].sort(1).values == expected_ids.sort(1).values
-        ).all(1)
+        off, of_scores = torch.randn(2, *logits.shape, generator=g, dtype=torch.float64, device=x.device)
+        for near_tie in (
+            (logits + 1e-4 * off, bias),
+            (logits, (0.0 if bias is None else bias) + 1e-6 * of_scores),
+        ):
+            ids_then = choose_experts(*near_tie, *rest)[1]
+            clear &= (ids_then.sort(1).values == expected_ids.sort(1).values).all(1)
     order, other = ids[clear].argsort(1), expected_ids[clear].argsort(1)
     assert torch.equal(ids[clear].gather(1, order), expected_ids[clear].gather(1, other))
     near(weights[clear].gather(1, order), expected[clear].gather(1, other), torch.float32, units=20)

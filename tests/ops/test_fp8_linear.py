@@ -167,6 +167,19 @@ def test_which_kernel_serves_experts(
 
 
 @pytest.mark.parametrize(
+    ("shared", "intermediate", "expected"),
+    [(0, 64, "triton_fp8"), (1, 64, "triton_fp8"), (2, 128, "triton_fp8"), (2, 64, "reference")],
+)
+def test_a_kernel_takes_shared_experts_that_each_begin_a_block_of_scales(
+    shared: int, intermediate: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on((9, 0), monkeypatch)
+    case = moe_case(4, 2, intermediate=intermediate, shared=shared, dtype=torch.bfloat16, fp8=True)
+    chosen = choose("moe_experts", fake(case.all_args(), (9, 0)))
+    assert chosen.chosen.name == expected
+
+
+@pytest.mark.parametrize(
     ("machine", "dtype", "tokens", "k", "linear", "experts"),
     [
         ((9, 0), torch.bfloat16, 600, 128, *["fp8_activations"] * 2),

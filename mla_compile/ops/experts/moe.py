@@ -64,6 +64,17 @@ _GEMV = replace(
 _GEMV_FP8 = replace(
     _GEMV, name="gemv_fp8", min_capability=FLOAT8, constraints={**_TRITON_FP8.constraints, **_ONE_OR_TWO}
 )
+
+
+def _kind_of_weights(w_down: Tensor, shared_down: Tensor | None) -> str:
+    """A kernel takes shared experts apart, so in FP8 each has to begin a block of scales."""
+    if w_down.dtype != fp8.DTYPE:
+        return "of the dtype"
+    width = w_down.shape[2]
+    alone = shared_down is None or shared_down.shape[1] == width
+    return "FP8" if alone or width % fp8.BLOCK == 0 else "FP8, shared experts that share a block"
+
+
 MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,
@@ -114,7 +125,7 @@ MOE_EXPERTS = (
 @define_op(
     table=MOE_EXPERTS,
     operands=ExpertOperands,
-    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, fp8_activations=False: {
+    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, shared_down=None, fp8_activations=False: {
         "dtype": x.dtype,
         "tokens": x.shape[0],
         "(token, expert) pairs": topk_ids.numel(),
@@ -122,7 +133,7 @@ MOE_EXPERTS = (
         "topk_weights.dtype": topk_weights.dtype,
         "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
         "w_down.is_contiguous()": w_down.is_contiguous(),
-        "weights": "FP8" if w_down.dtype == fp8.DTYPE else "of the dtype",
+        "weights": _kind_of_weights(w_down, shared_down),
         "hidden": x.shape[1],
         "intermediate": w_down.shape[2],
         "fp8_activations": fp8_activations,

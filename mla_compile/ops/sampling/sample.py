@@ -130,7 +130,8 @@ def sample_torch(
     largest = logits.amax(dim=-1, keepdim=True)
     greedy = (temperature == 0)[:, None, None] | ~largest.isfinite()
     # The largest is subtracted first, so that no score overflows to +inf at a tiny temperature.
-    scores = (logits - largest).float() / torch.where(temperature == 0, 1.0, temperature)[:, None, None]
+    divisors = torch.where(temperature == 0, 1.0, temperature).float()
+    scores = (logits - largest).float() / divisors[:, None, None]
     # The largest score is 0, so these are probabilities relative to the largest.
     scores = scores.masked_fill(scores < min_p.log()[:, None, None], -torch.inf)
     n = logits.shape[1]

@@ -12,6 +12,7 @@ mend_interpreter()
 from mla_compile.ops.device import Device  # noqa: E402
 from mla_compile.ops.reductions.kernels import keys  # noqa: E402
 from mla_compile.ops.sampling.kernels import sample  # noqa: E402
+from mla_compile.ops.sampling.sample import sample_torch  # noqa: E402
 from tests.ops.sample_tokens import (  # noqa: E402
     args_of_all,
     check,
@@ -95,6 +96,17 @@ def test_the_kept_ids_exactly(vocab: int, step: int, monkeypatch: pytest.MonkeyP
 def test_ordinary_sizes(dtype: torch.dtype) -> None:
     args = sample_args(16, 1, 3001, dtype)
     check(sample.sample_triton, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_filters_in_other_dtypes(dtype: torch.dtype) -> None:
+    logits, position, seed, temperature, top_k, top_p, min_p = sample_args(8, 1, 300, torch.float32)
+    others = [x.to(dtype) for x in (temperature, top_p, min_p)]
+    temperature, top_p, min_p = (x.float() for x in others)
+    expected = sample.sample_triton(logits, position, seed, temperature, top_k, top_p, min_p)
+    temperature, top_p, min_p = others
+    for function in (sample.sample_triton, sample_torch):
+        assert torch.equal(function(logits, position, seed, temperature, top_k, top_p, min_p), expected)
 
 
 @pytest.mark.usefixtures("small")

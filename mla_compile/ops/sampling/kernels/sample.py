@@ -354,9 +354,8 @@ def sample_triton(
     states = x.new_empty(positions, _STATE.value, dtype=torch.int64)
     listed = x.new_empty(positions, _LISTED, dtype=torch.int32)
     tokens = x.new_empty(positions, dtype=torch.int64)
-    position, seed, temperature, top_k, top_p, min_p = (
-        p.contiguous() for p in (position, seed, temperature, top_k, top_p, min_p)
-    )
+    position, seed, top_k = (p.contiguous() for p in (position, seed, top_k))
+    temperature, top_p, min_p = (p.float().contiguous() for p in (temperature, top_p, min_p))
     grid, stride = (positions, parts), x.stride(0)
     histogram_kernel[grid](
         x,
