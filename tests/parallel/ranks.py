@@ -1,6 +1,7 @@
 """Processes that share a model, each of them a rank.
 
-They are forked from a process that has imported what they need, 5 s of a core for each rank.
+They are forked from a process that has imported what they need, 5 s of a core for each rank. With a GPU each is a new
+interpreter: once a process has asked for CUDA, which an import may do, its forks cannot use it.
 """
 
 import json
@@ -12,6 +13,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import torch
+
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """No multicast: it may put GPUs that others share out of service."""
 MODULES = (
@@ -20,7 +23,7 @@ MODULES = (
     "tests.parallel.loads",
     "tests.parallel.lost_rank",
 )
-"""Imported once. Importing them starts no thread and no CUDA, which no fork would survive."""
+"""Imported once. Importing them starts no thread, which no fork would survive."""
 SECONDS = 550
 """Ranks that still run then are killed."""
 
@@ -34,12 +37,28 @@ def run_ranks(module: str, size: int, folder: Path, *words: str) -> None:
 def exit_statuses(module: str, size: int, folder: Path, *words: str) -> list[int]:
     """Runs `main` of a module as `python -m MODULE RANK SIZE FOLDER WORDS` for each rank, in a new process."""
     (folder / "meeting").unlink(missing_ok=True)
+    if torch.cuda.is_available():
+        return _statuses_of_interpreters(module, size, folder, *words)
     starter = _starter()
     assert starter.stdin is not None and starter.stdout is not None
     starter.stdin.write(f"{json.dumps([module, size, str(folder), *words])}\n")
     starter.stdin.flush()
     statuses: list[int] = json.loads(starter.stdout.readline())
     return statuses
+
+
+def _statuses_of_interpreters(module: str, size: int, folder: Path, *words: str) -> list[int]:
+    line, deadline = [sys.executable, "-m", "tests.parallel.ranks", module], time.monotonic() + SECONDS
+    jobs = [
+        subprocess.Popen([*line, str(rank), str(size), str(folder), *words], env=os.environ | ENVIRONMENT)
+        for rank in range(size)
+    ]
+    for job in jobs:
+        try:
+            job.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.kill()
+    return [job.wait() for job in jobs]
 
 
 @cache
@@ -67,20 +86,23 @@ def _wait(pid: int, deadline: float) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-def _run(module: str, rank: int, size: int, folder: str, *words: str) -> None:
+def _run(module: str, rank: str, size: str, folder: str, *words: str) -> None:
     """In the new process, which ends afterwards as every Python program does."""
     null, log = (
         os.open(os.devnull, os.O_RDONLY),
-        os.open(log_of(Path(folder), rank), os.O_WRONLY | os.O_CREAT),
+        os.open(log_of(Path(folder), int(rank)), os.O_WRONLY | os.O_CREAT),
     )
     for file, stream in ((null, 0), (log, 1), (log, 2)):
         os.dup2(file, stream)
-    sys.argv = [module, str(rank), str(size), folder, *words]
+    sys.argv = [module, rank, size, folder, *words]
     import_module(module).main()
 
 
 def main() -> None:
-    """Starts the ranks that a line of standard input asks for, and answers with their exit statuses."""
+    """Starts the ranks that a line of standard input asks for, and answers with their exit statuses; or is a rank."""
+    if len(sys.argv) > 1:
+        _run(*sys.argv[1:])
+        return
     for module in MODULES:
         import_module(module)
     for line in sys.stdin:
@@ -89,7 +111,7 @@ def main() -> None:
         for rank in range(size):
             pids.append(os.fork())
             if pids[-1] == 0:
-                _run(module, rank, size, *words)
+                _run(module, str(rank), str(size), *words)
                 return
         print(json.dumps([_wait(pid, deadline) for pid in pids]), flush=True)
 

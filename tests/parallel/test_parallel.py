@@ -75,6 +75,21 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     return texts(loaded(None, folder, job), job)
 
 
+def test_with_a_gpu_ranks_are_new_interpreters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    lines = (
+        "import os, sys",
+        "def main():",
+        "    print(os.getppid(), *sys.argv[1:])",
+        "    sys.exit(int(sys.argv[1]))",
+    )
+    (tmp_path / "counts.py").write_text("\n".join(lines))
+    assert exit_statuses("counts", 2, tmp_path, "a") == [0, 1]
+    for rank in (0, 1):
+        assert log_of(tmp_path, rank).read_text() == f"{os.getpid()} {rank} 2 {tmp_path} a\n"
+
+
 @pytest.mark.parametrize(
     ("config", "size", "job"),
     [
