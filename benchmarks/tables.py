@@ -1116,9 +1116,12 @@ def sanitizers() -> str:
     if not path.exists():
         return "No results are committed.\n"
     data = json.loads(path.read_text(encoding="utf-8"))
-    rows, reports = [], []
+    rows, reports, missing = [], [], []
     for tool, found in data["tools"].items():
         kernels, all_kernels = len(found["kernels"]), len(found["kernels"]) + len(found["missing"])
+        if found["missing"]:
+            names = ", ".join(f"`{name}`" for name in found["missing"])
+            missing.append("\n" + sentences(f"Not under {tool}: {names}."))
         rows.append([tool, found["tests"], f"{kernels} of {all_kernels}", len(found["reports"])])
         reports += [
             [tool, f"`{one['kernel']}`", one["report"], one["explained"] or "not yet explained"]
@@ -1126,6 +1129,7 @@ def sanitizers() -> str:
         ]
     where = f"{data['device']}, torch {data['torch']}, {data['sanitizer']}.\n"
     text = where + table(["tool", "tests", "kernels", "reports"], rows)
+    text += "".join(missing)
     return text + (table(["tool", "kernel", "report", "explanation"], reports) if reports else "")
 
 
