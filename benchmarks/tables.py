@@ -1129,7 +1129,7 @@ def sanitizers() -> str:
         ]
     where = f"{data['device']}, torch {data['torch']}, {data['sanitizer']}.\n"
     text = where + table(["tool", "tests", "kernels", "reports"], rows)
-    text += "".join(missing) + ("\n" if missing and reports else "")
+    text += "".join(missing)
     return text + (table(["tool", "kernel", "report", "explanation"], reports) if reports else "")
 
 
