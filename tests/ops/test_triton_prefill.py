@@ -1,5 +1,6 @@
 """What the compiled prefill kernels use, on absent GPUs; their results: `test_interpreted.py`."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -43,6 +44,31 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
         assert kernel.spilled_bytes <= (600 if widest else 64), f"{kernel.spilled_bytes} bytes per thread"
     wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
     assert wanted in kernels[-1].text, "the products must run on tensor cores"
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_more_prompts_in_a_step_compile_nothing(absorbed: bool) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.attention.kernels.absorbed_prefill import prefill_absorbed
+    from mla_compile.ops.attention.kernels.prefill import prefill_triton
+    from mla_compile.ops.attention.kernels.prefill_metadata import prefill_metadata_triton
+    from tests.triton_compile import compiled_for
+
+    prefill = partial(prefill_absorbed, splits=2) if absorbed else prefill_triton
+    variants: dict[str, set[int]] = {}
+    for lens in ([(17, 40)], [(16, 0), (2, 31)], [(3, 5)] * 16, [(1, 9), *[(2, 7)] * 62]):
+        case = make_case(prefill=lens, heads=4, nope=16, rope=16, v=16, rank=32, dtype=torch.bfloat16)
+        args = PrefillOperands(*prefill_args(case))
+        rows, keys = len(lens), args.key_slots.shape[1]
+        numbers, table = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 8, dtype=torch.int32)
+        with compiled_for(90) as kernels:
+            prefill(args)
+            prefill_metadata_triton(numbers, numbers, table, len(args.q), keys, 64)
+        for kernel in kernels:
+            variants.setdefault(kernel.name, set()).add(id(kernel.cubin))
+    first = ["absorbed_kernel", "combine_kernel"] if absorbed else ["gather_kernel", "prefill_kernel"]
+    assert [*variants] == [*first, "prefill_metadata_kernel"]
+    assert all(len(of_kernel) == 1 for of_kernel in variants.values()), variants
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.latents import FP8
-from mla_compile.ops.attention.kernels.chunks import block_of
+from mla_compile.ops.attention.kernels.chunks import block_of, rows_block
 from mla_compile.ops.attention.kernels.latents import padded
 from mla_compile.ops.attention.kernels.softmax import (
     LOG2_E,
@@ -28,7 +28,7 @@ from mla_compile.ops.attention.kernels.softmax import (
 from mla_compile.ops.attention.operands import PrefillOperands
 from mla_compile.ops.attention.softmax import in_parts
 from mla_compile.ops.attention.tiles import MIN_KEYS, AttentionTiles, absorbed_tiles, num_splits
-from mla_compile.ops.device import device_of, power_of_two
+from mla_compile.ops.device import device_of
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -154,7 +154,7 @@ def prefill_absorbed(
             RANK=rank,
             ROPE=rope,
             WIDTH=kv_cache.shape[2],
-            ROWS_BLOCK=power_of_two(rows),
+            ROWS_BLOCK=rows_block(rows),
             BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,
             MIN_KEYS=min_keys,

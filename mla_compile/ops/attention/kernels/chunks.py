@@ -3,6 +3,16 @@
 import triton
 import triton.language as tl
 
+from mla_compile.ops.device import power_of_two
+
+
+def rows_block(rows: int) -> int:
+    """The rows that a program looks through, a power of two above `rows`.
+
+    It is the same for up to 63 rows, so that a step with more prompts than any before compiles no kernel.
+    """
+    return power_of_two(max(rows, 63) + 1)
+
 
 @triton.jit
 def block_of(

@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.latents import rope_width
+from mla_compile.ops.attention.kernels.chunks import rows_block
 from mla_compile.ops.attention.kernels.latents import load_latents, padded
-from mla_compile.ops.device import power_of_two
 from mla_compile.ops.linear.kernels.matmul import matmul_triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_slots", "cu_seqlens_k", "places", "rows"])
 def gather_kernel(
     kv_cache,  # [slots, WIDTH], contiguous; floats or FP8 latents
     key_slots,  # int64 [keys], contiguous; -1 for padding
@@ -98,7 +98,7 @@ def expanded_keys(
         RANK=rank,
         ROPE=rope,
         WIDTH=kv_cache.shape[2],
-        ROWS_BLOCK=power_of_two(rows + 1),
+        ROWS_BLOCK=rows_block(rows),
         BLOCK=16,
     )
     if latents.dtype == torch.float32:

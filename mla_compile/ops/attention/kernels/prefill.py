@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.attention.kernels.chunks import block_of
+from mla_compile.ops.attention.kernels.chunks import block_of, rows_block
 from mla_compile.ops.attention.kernels.keys import expanded_keys
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
 from mla_compile.ops.attention.operands import PrefillOperands
@@ -192,7 +192,7 @@ def prefill_triton(operands: PrefillOperands, *, tiles: AttentionTiles | None = 
             q.stride()[:2],
             CAUSAL=causal,
             W=widths,
-            ROWS_BLOCK=power_of_two(rows),
+            ROWS_BLOCK=rows_block(rows),
             BLOCK_M=tiles.queries,
             BLOCK_N=tiles.keys,
             num_warps=tiles.warps,

@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.device import power_of_two
+from mla_compile.ops.attention.kernels.chunks import rows_block
 
 _MAX_AT_ONCE = 8192
 """The most comparisons of a program, places times rows."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "keys", "parts"])
 def prefill_metadata_kernel(
     lens,  # int64 [rows, 2], contiguous
     bounds,  # int64 [rows, 2 * parts], contiguous
@@ -77,8 +77,8 @@ def prefill_metadata_triton(
     cu_seqlens_k = block_table.new_empty((parts, rows + 1))
     slot_mapping, positions = (lens.new_empty(tokens) for _ in range(2))
     key_slots = lens.new_empty((parts, keys))
-    rows_block = power_of_two(rows)
-    block = max(16, _MAX_AT_ONCE // rows_block)
+    at_once = rows_block(rows)
+    block = max(16, _MAX_AT_ONCE // at_once)
     prefill_metadata_kernel[(triton.cdiv(max(tokens, keys, 1), block), 1 + parts)](
         lens.contiguous(),
         bounds.contiguous(),
@@ -95,7 +95,7 @@ def prefill_metadata_triton(
         keys,
         parts,
         PAGE_SIZE=page_size,
-        ROWS_BLOCK=rows_block,
+        ROWS_BLOCK=at_once,
         BLOCK=block,
         num_warps=8,
     )

@@ -143,7 +143,7 @@ def join_splits(
         tl.store(lse + i, top + tl.log(sum_of_weights))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def combine_kernel(
     part_out,  # see `join_splits`
     part_lse,
