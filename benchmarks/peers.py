@@ -39,9 +39,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import distributions
+from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -98,21 +99,26 @@ class Job:
 
     def row(self, part: str, rows: int, found: dict[str, Any]) -> dict[str, Any]:
         """A row of the output, with the machine."""
-        machine = {
+        machine: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
             "torch": torch.__version__,
-            "version": vllm_engine.version() if self.system == "vllm" else our_version(),
+            "version": vllm_engine.version() if self.system == "vllm" else mla_compile.__version__,
         }
+        if self.system == "ours":
+            machine |= {"packages": packages()}
         runner = {} if self.runner is None else {"runner": self.runner}
         case = {"part": part, "system": self.system, "weights": self.weights, "drafts": self.drafts}
         return case | {"rows": rows} | runner | found | machine
 
 
-def our_version() -> str:
-    """This package's, with the packages whose attention it uses where they are installed."""
-    found = {each.name: each.version for each in distributions()}
-    others = [f"{name} {found[name]}" for name in ("flash-attn-4", "sgl-flash-mla") if name in found]
-    return mla_compile.__version__ + (f" with {' and '.join(others)}" if others else "")
+def packages() -> list[str]:
+    """Those whose attention this package uses here."""
+    found = []
+    for name, module in (("flash-attn-4", "flash_attn.cute.interface"), ("sgl-flash-mla", "flash_mla")):
+        with suppress(ImportError):
+            import_module(module)
+            found.append(f"{name} {version(name)}")
+    return found
 
 
 class OurEngine:

@@ -924,7 +924,10 @@ PeerRows = dict[tuple[str, str, int], dict[int, dict[str, dict[str, Any]]]]
 def _peers() -> tuple[str, PeerRows]:
     """The systems and machines, and all entries of `benchmarks.peers`."""
     rows = result("peers")["rows"]
-    machines = {(row["device"], f"torch {row['torch']}", f"{row['system']} {row['version']}") for row in rows}
+    systems: dict[str, set[str]] = {}
+    for row in rows:
+        machine = f"{row['device']}, torch {row['torch']}"
+        systems.setdefault(machine, set()).add(f"{row['system']} {row['version']}")
     found: PeerRows = {}
     for row in sorted(rows, key=lambda row: (list(PEERS).index(row["part"]), row["weights"], row["drafts"])):
         of_case = found.setdefault((row["part"], row["weights"], row["drafts"]), {})
@@ -937,7 +940,7 @@ def _peers() -> tuple[str, PeerRows]:
                     for k, v in found.get((part, "fp8", drafts), {}).get(count, {}).items()
                     if k == "vllm"
                 }
-    return "; ".join(", ".join(machine) for machine in sorted(machines)), found
+    return "; ".join(", ".join([machine, *sorted(of)]) for machine, of in systems.items()), found
 
 
 def _times_faster(part: str, of: dict[str, dict[str, Any]]) -> float | None:

@@ -36,6 +36,8 @@ SECONDS_PER_CASE = 120
 """A case that takes longer hangs."""
 SECONDS_PER_REDUCTION = 30
 SECONDS_BETWEEN_SAVES = 10
+MOST_RECORDED = 2000
+"""Choices of a failure that are shown and kept; the seed draws all of them again."""
 
 
 class Draw(Random):
@@ -171,13 +173,14 @@ def check_message(error: Exception, pattern: str) -> None:
 
 def report(name: str, seed: int, failure: Failure, device: str = "cpu") -> str:
     again = name if device == "cpu" else f"{name} --device {device}"
-    record = ",".join(map(str, failure.draw.taken))
+    taken = failure.draw.taken
+    record = ",".join(map(str, taken)) or 0
     lines = [
         f"{name}: case {seed} fails: {failure.error}",
         *(f"  {note}" for note in failure.draw.notes()),
         failure.trace,
         f"again: python -m {again} --case {seed}",
-        f"smaller: python -m {again} --record {record or 0}",
+        *([f"smaller: python -m {again} --record {record}"] if len(taken) <= MOST_RECORDED else []),
     ]
     return "\n".join(lines)
 
@@ -288,9 +291,8 @@ def run(
                 if not _works(device):  # every call of this process fails from now on
                     most = failures
                 print(report(name, number, found, device), flush=True)
-                here["failures"].append(
-                    {"seed": number, "error": found.error[:300], "record": found.draw.taken}
-                )
+                failure = {"seed": number, "error": found.error[:300]}
+                here["failures"].append(failure | {"record": found.draw.taken[:MOST_RECORDED]})
             else:
                 counts[found] += 1
             number, ran = number + 1, ran + 1

@@ -243,6 +243,7 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
     ("racecheck", "narrow_fp8_kernel", "in narrow_fp8.py:161 (narrow_fp8.py:128)"): _FINAL,
     ("racecheck", "narrow_fp8_kernel", "in narrow_fp8.py:162 (narrow_fp8.py:129)"): _FINAL,
     ("racecheck", "wide_kernel", "in wide.py:229 (wide.py:224)"): _MAXIMA,
+    ("racecheck", "wide_kernel", "in wide.py:224 (wide.py:229)"): _MAXIMA,
     ("racecheck", "wide_kernel", "in wide.py:262 (wide.py:266)"): _TOTALS,
     ("racecheck", "wide_kernel", "in wide.py:266 (wide.py:262)"): _TOTALS,
     ("racecheck", "", "failed to handle a hardware exception"): (
@@ -276,11 +277,10 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "A token of padding has no `places`, and what stands there only makes an address of a load that `there` masks."
     ),
 }
-"""Why a report is none of a fault, by tool, kernel and a part of its first line; of compute-sanitizer 2025.3.1.
+"""Why a report is none of a fault, by tool, kernel and a part of its first line.
 
-A race is explained by the barriers that order both accesses, in the source and in the PTX. The release notes of later
-versions mend false races with mbarriers (2025.4) and barriers of warpgroups (2026.1), and let initcheck see bulk copies
-(2025.4).
+A race is explained by the barriers that order both accesses, in the source and in the PTX. compute-sanitizer 2025.3.1
+has all of these reports. 2026.4 has none of `_PARTITIONS`, and does not fail beside products of cuBLAS.
 """
 
 

@@ -92,6 +92,17 @@ def test_widths_of_real_models() -> None:
     check([70], [(3, 64)], topk=16, heads=32, dim=128, page_size=64, dtype=torch.bfloat16)
 
 
+def test_tables_and_lengths_of_any_strides() -> None:
+    case = make_case([9, 30, 17], [], q_lens=[2, 1, 2])
+    d = case.batch.decode
+    assert d is not None and d.q_lens is not None
+    q, weights = torch.randn(6, 2, 4), torch.randn(6, 2)
+    cache = torch.randn(*case.kv_cache.shape[:2], 4)
+    table, *lens = (torch.stack([x, x], -1)[..., 0] for x in (d.block_table.mT, d.seq_lens, d.q_lens))
+    expected = decode_select_torch(q, weights, cache, d.block_table, d.seq_lens, d.q_lens, 2, 5)
+    assert torch.equal(kernels.decode_select_triton(q, weights, cache, table.mT, *lens, 2, 5), expected)
+
+
 def test_chunks_of_whole_blocks_leave_surplus_blocks() -> None:
     check([], [(64, 0), (64, 3), (64, 80)], topk=8, dtype=torch.bfloat16)
 

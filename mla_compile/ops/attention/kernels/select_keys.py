@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from mla_compile.ops.attention.kernels.choose_keys import choose_kernel, list_kernel
+from mla_compile.ops.attention.kernels.chunks import rows_block
 from mla_compile.ops.attention.kernels.index_scores import scores_kernel
 from mla_compile.ops.dependent_launch import early_options
 from mla_compile.ops.device import device_of, power_of_two
@@ -65,7 +66,7 @@ def _select(
     splits = min(programs, triton.cdiv(most_keys, _MIN_KEYS * rows.parts))
     constants = {
         "PAGE_SIZE": page_size,
-        "ROWS_BLOCK": power_of_two(rows.rows),
+        "ROWS_BLOCK": rows_block(rows.rows),
         "BLOCK_Q": block_q,
     }
     choice = {**constants, "SCAN": _SCAN, "BLOCK": _BLOCK, "num_warps": 4}
@@ -106,9 +107,10 @@ def decode_select_triton(
 ) -> Tensor:
     """`mla_decode_select` on the GPU or in Triton's interpreter. Nothing is read on the host."""
     count, columns = block_table.shape
-    lens = seq_lens if q_lens is None else q_lens
-    has_q_lens, table_stride = int(q_lens is not None), block_table.stride(0)
-    rows = _Rows(block_table, seq_lens, lens, has_q_lens, count, 1, q_len, columns, table_stride)
+    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    seq_lens = seq_lens.contiguous()
+    lens = seq_lens if q_lens is None else q_lens.contiguous()
+    rows = _Rows(table, seq_lens, lens, int(q_lens is not None), count, 1, q_len, columns, table.stride(0))
     page_size = index_cache.shape[1]
     return _select(q, weights, index_cache, rows, topk, page_size=page_size, most_keys=columns * page_size)
 
