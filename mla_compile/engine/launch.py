@@ -15,7 +15,7 @@ from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.steps import Steps
 from mla_compile.engine.weights import Weights
-from mla_compile.packing import prompt_sizes
+from mla_compile.packing import prompt_shapes
 from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import MAX_LOGPROBS
 from mla_compile.speculate import (
@@ -135,8 +135,8 @@ class Launcher:
         """Compile steps, and capture them for all bucket row counts, largest first.
 
         kinds: whether they sample. prompts: if compiling steps with prompts pays, compile them too, with a prompt that
-        is only padding, and run each size once, so that all kernels are loaded. parts: also compile steps between whose
-        parts the host reads logits.
+        is only padding, and run each of `prompt_shapes` once, so that all kernels are loaded. parts: also compile steps
+        between whose parts the host reads logits.
         """
         steps = self.steps
         steps.check_again()
@@ -159,13 +159,15 @@ class Launcher:
                 if parts:
                     self._run_parts(sampled, state, chunks)
                 # The kernels of prompts are the same whether rows sample or not.
-                sizes = prompt_sizes(self._config.prompt_tokens_per_step)
-                for size in sizes if steps.pads and sampled == kinds[0] else ():
-                    steps.uncaptured(sampled=sampled)(state, self._padding(state, size))
+                config = self._config
+                shapes = prompt_shapes(config.prompt_tokens_per_step, config.max_model_len)
+                for shape in shapes if steps.pads and sampled == kinds[0] else ():
+                    steps.uncaptured(sampled=sampled)(state, self._padding(state, *shape))
 
-    def _padding(self, state: DecodeState, num_tokens: int = 0) -> PackedChunks:
-        """A prompt of padding alone, of at least `num_tokens` tokens."""
-        chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state, num_tokens)
+    def _padding(self, state: DecodeState, num_tokens: int = 0, num_cached: int = 0) -> PackedChunks:
+        """A prompt of padding alone, of at least `num_tokens` tokens after `num_cached` ones."""
+        chunk = PromptChunk(0, [0] * (num_cached + 2), num_cached, num_cached + 1)
+        chunks = self._pack([chunk], state, num_tokens)
         chunks.bounds.zero_()
         return chunks
 

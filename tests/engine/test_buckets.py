@@ -378,19 +378,23 @@ def test_the_sizes_of_prompts_are_all_that_padding_gives(most: int) -> None:
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")
-def test_warming_up_runs_each_size_of_prompts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_up_runs_each_size_of_prompts_once_and_few_tokens_after_each_number_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of more tokens than a row may have too, and writes to no page."""
     pack, sizes = PackedChunks.pack, []
 
     def noted(*args: Any, **kwargs: Any) -> PackedChunks:
-        sizes.append(pack(*args, **kwargs).sizes[0])
+        tokens, _, keys = pack(*args, **kwargs).sizes
+        sizes.append((tokens, keys))
         return pack(*args, **kwargs)
 
     monkeypatch.setattr(PackedChunks, "pack", noted)
-    mine = engine(K, max_rows=4, max_model_len=64, max_tokens_per_step=200)
+    mine = engine(K, max_rows=4, max_model_len=3000, max_tokens_per_step=200)
     mine.warm_up()
-    assert sizes == [16, *prompt_sizes(mine.config.prompt_tokens_per_step), 16]
-    assert max(sizes) > 64
+    without = [(size, size) for size in prompt_sizes(mine.config.prompt_tokens_per_step)]
+    few = [(size, 1024) for size in (16, 32, 48, 64)]
+    assert sizes == [(16, 16), *without, *few, (16, 2048), (16, 4096), (16, 16)]
     assert all(cache.isnan().all() for cache in caches_of(mine.model))
 
 

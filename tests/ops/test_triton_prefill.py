@@ -56,7 +56,7 @@ def test_more_prompts_in_a_step_compile_nothing(absorbed: bool) -> None:
 
     prefill = partial(prefill_absorbed, splits=2) if absorbed else prefill_triton
     variants: dict[str, set[int]] = {}
-    for lens in ([(17, 40)], [(16, 0), (2, 31)], [(3, 5)] * 16, [(1, 9), *[(2, 7)] * 62]):
+    for lens in ([(17, 40)], [(16, 0), (2, 31)], [(1, 5)] * 64, [(1, 9)] * 127):
         case = make_case(prefill=lens, heads=4, nope=16, rope=16, v=16, rank=32, dtype=torch.bfloat16)
         args = PrefillOperands(*prefill_args(case))
         rows, keys = len(lens), args.key_slots.shape[1]

@@ -9,9 +9,9 @@ from mla_compile.ops.device import power_of_two
 def rows_block(rows: int) -> int:
     """The rows that a program looks through, a power of two above `rows`.
 
-    It is the same for up to 63 rows, so that a step with more prompts than any before compiles no kernel.
+    It is the same for up to 127 rows, so that a step with more prompts than any before compiles no kernel.
     """
-    return power_of_two(max(rows, 63) + 1)
+    return power_of_two(max(rows, 127) + 1)
 
 
 @triton.jit

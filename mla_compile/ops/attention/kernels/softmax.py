@@ -143,21 +143,21 @@ def join_splits(
         tl.store(lse + i, top + tl.log(sum_of_weights))
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["splits", "total"])
 def combine_kernel(
     part_out,  # see `join_splits`
     part_lse,
     out,
     lse,
+    splits,
     total,  # rows * q_len * heads
     RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Join all splits of one query row, as one block of `join_splits`."""
     i = tl.program_id(0).to(tl.int64)
-    join_splits(part_out, part_lse, out, lse, i, SPLITS, total, RANK, SPLIT_BLOCK, BLOCK_C)
+    join_splits(part_out, part_lse, out, lse, i, splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
 def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -183,9 +183,9 @@ def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> Non
         part_lse,
         out,
         lse,
+        splits,
         total,
         RANK=rank,
-        SPLITS=splits,
         SPLIT_BLOCK=split_block,
         BLOCK_C=columns,
         num_warps=4,
