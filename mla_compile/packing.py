@@ -32,7 +32,7 @@ from mla_compile.torch_internals import SizeName, mark_varying, refuse, size_nam
 
 MIN_TOKENS = 2
 """The minimum of either kind, if there are any: Inductor specialises some matrix products on one token."""
-MIN_KEYS = 1024
+LEAST_KEYS = 1024
 """Fewest keys that prompts with cached tokens are padded to."""
 MIN_PAGES = 2
 """The minimum number of columns of a block table: for CUDA graphs Inductor specialises on equal strides."""
@@ -219,14 +219,14 @@ def prompt_sizes(most: int) -> list[int]:
 def prompt_shapes(most: int, capacity: int) -> list[tuple[int, int]]:
     """Tokens and cached tokens of the prompts that together need every kernel and size of `prompt_padding`.
 
-    They have each of `prompt_sizes` without cached tokens; the sizes up to 64 after cached ones, which other kernels may
-    serve; and the smallest size after as many cached tokens as each padded number of keys has. capacity: of a row.
+    They have each of `prompt_sizes` without cached tokens; the sizes up to 64 after cached ones, which other kernels
+    may serve; and the smallest size after cached ones with each padded number of keys. capacity: tokens of a row.
     """
     sizes = prompt_sizes(most)
     shapes = [(size, 0) for size in sizes]
     if capacity > 2:
         shapes += [(size, 1) for size in sizes if size <= 64]
-    keys = 2 * MIN_KEYS
+    keys = 2 * LEAST_KEYS
     while keys <= MAX_KEYS and keys // 2 + 1 < capacity:
         shapes.append((sizes[0], keys // 2))
         keys *= 2
@@ -260,7 +260,7 @@ def prompt_padding(
     tokens = padded_prompt_tokens(max(count, least), most)
     keys = tokens
     if any(num_cached):
-        keys = max(MIN_KEYS, padded_rows(count + sum(cached % MAX_KEYS for cached in num_cached)))
+        keys = max(LEAST_KEYS, padded_rows(count + sum(cached % MAX_KEYS for cached in num_cached)))
     needed, chunks = len(chunk_lens) + max(1, -(-(tokens - count) // capacity)), 4
     while chunks < needed:
         chunks *= 4
