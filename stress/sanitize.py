@@ -370,6 +370,8 @@ def run(
             options += [part for one in sorted(names) for part in ("--kernel-name", f"kne={one}")]
         line = [sanitizer.program, *options, *line]
     start = time.monotonic()
+    if start > deadline:
+        return Result(test, tool, "unfinished", 0, set(), Counter())
     with log.open("w") as file:
         job = subprocess.Popen(
             line, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
