@@ -217,10 +217,11 @@ def prompt_sizes(most: int) -> list[int]:
 
 
 def prompt_shapes(most: int, capacity: int) -> list[tuple[int, int]]:
-    """Tokens and cached tokens of the prompts that together need every kernel and size of `prompt_padding`.
+    """Tokens and cached tokens of prompts that load the kernels of steps with up to `MAX_KEYS` cached tokens a row.
 
     They have each of `prompt_sizes` without cached tokens; the sizes up to 64 after cached ones, which other kernels
-    may serve; and the smallest size after cached ones with each padded number of keys. capacity: tokens of a row.
+    may serve; and the smallest size after cached ones with each padded number of a row's keys. capacity: tokens of a
+    row.
     """
     sizes = prompt_sizes(most)
     shapes = [(size, 0) for size in sizes]

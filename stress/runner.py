@@ -258,14 +258,16 @@ def run(
     output: Path | None,
     device: str,
     most: int,
+    independent: bool = True,
 ) -> int:
     """Run the cases from `seed`, or from the end of the results, to `cases` in all; returns the number of failures.
 
-    most: it stops after this many failures.
+    most: it stops after this many failures. independent: see `command`.
     """
     results = Results(name, output, environment(device))
     done = sum(one["end"] - one["first"] for one in results.ranges)
-    results.repeat_failures(case)
+    if independent:
+        results.repeat_failures(case)
     number = max((one["end"] for one in results.ranges), default=seed)
     here = results.begin(number)
     counts, failures = Counter(here["counts"]), 0
@@ -291,8 +293,10 @@ def run(
                 if not _works(device):  # every call of this process fails from now on
                     most = failures
                 print(report(name, number, found, device), flush=True)
-                failure = {"seed": number, "error": found.error[:300]}
-                here["failures"].append(failure | {"record": found.draw.taken[:MOST_RECORDED]})
+                failure: dict[str, Any] = {"seed": number, "error": found.error[:300]}
+                if len(found.draw.taken) <= MOST_RECORDED:
+                    failure["record"] = found.draw.taken
+                here["failures"].append(failure)
             else:
                 counts[found] += 1
             number, ran = number + 1, ran + 1
@@ -322,10 +326,11 @@ def visible_gpus() -> list[str]:
     return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def run_jobs(name: str, case: Case, args: argparse.Namespace) -> int:
+def run_jobs(name: str, case: Case, args: argparse.Namespace, independent: bool) -> int:
     """The same as `run`, by `args.jobs` processes, each with its range of seeds and one of the GPUs."""
     results = Results(name, args.output, environment(args.device))
-    results.repeat_failures(case)
+    if independent:
+        results.repeat_failures(case)
     done = sum(one["end"] - one["first"] for one in results.ranges)
     first = max((one["end"] for one in results.ranges), default=args.seed)
     each = -(-max(0, args.cases - done) // args.jobs)
@@ -358,9 +363,17 @@ def run_jobs(name: str, case: Case, args: argparse.Namespace) -> int:
 
 
 def command(
-    name: str, make: Callable[[argparse.Namespace], Case], *, devices: tuple[str, ...] = ("cpu",)
+    name: str,
+    make: Callable[[argparse.Namespace], Case],
+    *,
+    devices: tuple[str, ...] = ("cpu",),
+    independent: bool = True,
 ) -> None:
-    """Run the command `python -m stress.NAME`. make: its case, from the command's arguments."""
+    """Run the command `python -m stress.NAME`.
+
+    make: its case, from the command's arguments. independent: whether a case does not depend on those before it, so
+        that one that failed may run again alone.
+    """
     name = f"stress.{name}"
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=sys.modules["__main__"].__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="in all, with those of the results file")
@@ -384,7 +397,7 @@ def command(
             report(name, args.case or 0, found, args.device) if isinstance(found, Failure) else print(found)
         )
     if args.jobs > 1:
-        sys.exit(bool(run_jobs(name, case, args)))
+        sys.exit(bool(run_jobs(name, case, args, independent)))
     failed = run(
         name,
         case,
@@ -394,5 +407,6 @@ def command(
         output=args.output,
         device=args.device,
         most=args.failures,
+        independent=independent,
     )
     sys.exit(bool(failed))

@@ -57,10 +57,15 @@ def load(draw: Draw) -> tuple[Arrival, ...]:
 
 
 def num_objects() -> int:
-    """The objects of this package that are alive, without log-probabilities: the last request has up to 100."""
+    """The objects of this package that are alive, without log-probabilities."""
     gc.collect()
     alive = (type(each) for each in gc.get_objects())
     return sum(str(kind.__module__).startswith("mla_compile") and kind is not Logprob for kind in alive)
+
+
+def num_logprobs() -> int:
+    """Those that are alive: of the last request of a load, too."""
+    return sum(type(each) is Logprob for each in gc.get_objects())
 
 
 def num_bytes() -> int:
@@ -105,6 +110,7 @@ def make(args: argparse.Namespace) -> Case:
         return num_objects() - OBJECTS_OF_A_SIZE * len(engine.engine.capture_report().buckets)
 
     numbers = {"objects of the package": (others, MOST_OBJECTS), "bytes": (num_bytes, MOST_BYTES)}
+    numbers |= {"log-probabilities": (num_logprobs, 250)}
     flat = Flat(numbers | ({"bytes of the GPU": (num_device_bytes, 2**20)} if on_gpu else {}))
 
     def case(draw: Draw) -> str:
@@ -121,7 +127,7 @@ def make(args: argparse.Namespace) -> Case:
 
 
 def main() -> None:
-    command("soak", make, devices=("cpu", "cuda"))
+    command("soak", make, devices=("cpu", "cuda"), independent=False)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def define_op(
         layouts: of tensors among the arguments (see `validate.Layouts`), checked before the declaration runs. A word of
             a layout is a fact of a call that the candidates' `constraints` may limit. So are "dtype", that of the first
             argument, and "NAME.dtype" and "NAME.stride(1)" of the others.
-        facts: computes more facts, from the arguments of the op that it names as parameters; the last of these may be
-            absent, if it has a default.
+        facts: computes more facts, from the arguments of the op that it names as parameters; the last ones may be
+            absent, if they have defaults.
         operands: makes the record of the op's arguments that the candidates take. By default they take the record that
             the declaration takes, else the arguments by position. `batch_invariant` is not among them.
         run: a function to run instead of the table's choice, with all of the op's arguments by position.

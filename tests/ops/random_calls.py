@@ -451,13 +451,14 @@ def check_router(before: Args, _: Args, result: tuple[Tensor, Tensor]) -> None:
     logits = x @ weight.T
     expected, expected_ids = choose_experts(logits, bias, *rest)
     assert weights.shape == ids.shape == expected.shape and ids.dtype == torch.int64
+    scores = logits.softmax(-1) if before["softmax"] else logits.sigmoid()
     clear = torch.ones(len(x), dtype=torch.bool, device=x.device)
     for seed in range(3):
         g = torch.Generator(x.device).manual_seed(seed)
         off, of_scores = torch.randn(2, *logits.shape, generator=g, dtype=torch.float64, device=x.device)
         for near_tie in (
             (logits + 1e-4 * off, bias),
-            (logits, (0.0 if bias is None else bias) + 1e-6 * of_scores),
+            (logits, (0.0 if bias is None else bias) + 1e-6 * scores * of_scores),
         ):
             ids_then = choose_experts(*near_tie, *rest)[1]
             clear &= (ids_then.sort(1).values == expected_ids.sort(1).values).all(1)

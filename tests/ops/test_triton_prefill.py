@@ -1,6 +1,5 @@
 """What the compiled prefill kernels use, on absent GPUs; their results: `test_interpreted.py`."""
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -54,15 +53,14 @@ def test_more_prompts_in_a_step_compile_nothing(absorbed: bool) -> None:
     from mla_compile.ops.attention.kernels.prefill_metadata import prefill_metadata_triton
     from tests.triton_compile import compiled_for
 
-    prefill = partial(prefill_absorbed, splits=2) if absorbed else prefill_triton
     variants: dict[str, set[int]] = {}
-    for lens in ([(17, 40)], [(16, 0), (2, 31)], [(1, 5)] * 64, [(1, 9)] * 127):
+    for splits, lens in ((2, [(17, 40)]), (3, [(16, 0), (2, 31)]), (9, [(1, 5)] * 64), (16, [(1, 9)] * 127)):
         case = make_case(prefill=lens, heads=4, nope=16, rope=16, v=16, rank=32, dtype=torch.bfloat16)
         args = PrefillOperands(*prefill_args(case))
         rows, keys = len(lens), args.key_slots.shape[1]
         numbers, table = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 8, dtype=torch.int32)
         with compiled_for(90) as kernels:
-            prefill(args)
+            prefill_absorbed(args, splits=splits) if absorbed else prefill_triton(args)
             prefill_metadata_triton(numbers, numbers, table, len(args.q), keys, 64)
         for kernel in kernels:
             variants.setdefault(kernel.name, set()).add(id(kernel.cubin))

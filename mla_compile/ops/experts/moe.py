@@ -66,13 +66,17 @@ _GEMV_FP8 = replace(
 )
 
 
-def _kind_of_weights(w_down: Tensor, shared_down: Tensor | None) -> str:
-    """A kernel takes shared experts apart, so in FP8 each has to begin a block of scales."""
+def shared_fits(shared_gate: Tensor, w_down: Tensor) -> bool:
+    """Whether no block of FP8 weights spans two shared experts: kernels take them apart."""
+    intermediate = w_down.shape[2]
+    return bool(shared_gate.shape[0] == intermediate or intermediate % fp8.BLOCK == 0)
+
+
+def _kind_of_weights(w_down: Tensor, shared_gate: Tensor | None) -> str:
     if w_down.dtype != fp8.DTYPE:
         return "of the dtype"
-    width = w_down.shape[2]
-    alone = shared_down is None or shared_down.shape[1] == width
-    return "FP8" if alone or width % fp8.BLOCK == 0 else "FP8, shared experts that share a block"
+    fits = shared_gate is None or shared_fits(shared_gate, w_down)
+    return "FP8" if fits else "FP8, shared experts that share a block"
 
 
 MOE_EXPERTS = (
@@ -125,7 +129,7 @@ MOE_EXPERTS = (
 @define_op(
     table=MOE_EXPERTS,
     operands=ExpertOperands,
-    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, shared_down=None, fp8_activations=False: {
+    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, shared_gate=None, fp8_activations=False: {
         "dtype": x.dtype,
         "tokens": x.shape[0],
         "(token, expert) pairs": topk_ids.numel(),
@@ -133,7 +137,7 @@ MOE_EXPERTS = (
         "topk_weights.dtype": topk_weights.dtype,
         "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
         "w_down.is_contiguous()": w_down.is_contiguous(),
-        "weights": _kind_of_weights(w_down, shared_down),
+        "weights": _kind_of_weights(w_down, shared_gate),
         "hidden": x.shape[1],
         "intermediate": w_down.shape[2],
         "fp8_activations": fp8_activations,
@@ -240,12 +244,6 @@ def moe_experts(
         gate_up_scale=gate_up_scale,
         down_scale=down_scale,
     )
-
-
-def shared_fits(shared_gate: Tensor, w_down: Tensor) -> bool:
-    """Whether no block of FP8 weights spans two shared experts."""
-    intermediate = w_down.shape[2]
-    return bool(shared_gate.shape[0] == intermediate or intermediate % fp8.BLOCK == 0)
 
 
 def _dequantized_gate_up(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,10 +128,10 @@ def sample_torch(
     """`sample_tokens` in plain torch."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = logits.amax(dim=-1, keepdim=True)
+    temperature = temperature.float()
     greedy = (temperature == 0)[:, None, None] | ~largest.isfinite()
     # The largest is subtracted first, so that no score overflows to +inf at a tiny temperature.
-    divisors = torch.where(temperature == 0, 1.0, temperature).float()
-    scores = (logits - largest).float() / divisors[:, None, None]
+    scores = (logits - largest).float() / torch.where(temperature == 0, 1.0, temperature)[:, None, None]
     # The largest score is 0, so these are probabilities relative to the largest.
     scores = scores.masked_fill(scores < min_p.log()[:, None, None], -torch.inf)
     n = logits.shape[1]

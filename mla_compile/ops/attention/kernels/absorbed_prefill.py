@@ -27,7 +27,7 @@ from mla_compile.ops.attention.kernels.softmax import (
 )
 from mla_compile.ops.attention.operands import PrefillOperands
 from mla_compile.ops.attention.softmax import in_parts
-from mla_compile.ops.attention.tiles import MIN_KEYS, AttentionTiles, absorbed_tiles, num_splits
+from mla_compile.ops.attention.tiles import MIN_KEYS, SPLIT_BLOCK, AttentionTiles, absorbed_tiles, num_splits
 from mla_compile.ops.device import device_of
 
 
@@ -162,7 +162,7 @@ def prefill_absorbed(
             num_stages=tiles.stages,
         )
         if splits > 1:
-            combine(part_out, part_lse, out, lse)
+            combine(part_out, part_lse, out, lse, least=SPLIT_BLOCK)
         return out, lse
 
     latents = in_parts(attend, parts).to(q.dtype)

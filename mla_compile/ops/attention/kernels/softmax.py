@@ -173,10 +173,13 @@ def columns_at_once(rank: int, split_block: int) -> int:
     return max(16, min(power_of_two(rank), _COMBINED // split_block))
 
 
-def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Join float32 `[splits, total, rank]` and `[splits, total]` into `out` and `lse`, for `total` query rows."""
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, *, least: int = 1) -> None:
+    """Join float32 `[splits, total, rank]` and `[splits, total]` into `out` and `lse`, for `total` query rows.
+
+    least: a power of two. Fewer splits are loaded as this many, so that one kernel serves all of their numbers.
+    """
     splits, total, rank = part_out.shape
-    split_block = triton.next_power_of_2(splits)
+    split_block = max(least, triton.next_power_of_2(splits))
     columns = columns_at_once(rank, split_block)
     combine_kernel[(total, triton.cdiv(rank, columns))](
         part_out,
