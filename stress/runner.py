@@ -173,15 +173,15 @@ def check_message(error: Exception, pattern: str) -> None:
 
 def report(name: str, seed: int, failure: Failure, device: str = "cpu") -> str:
     again = name if device == "cpu" else f"{name} --device {device}"
-    taken = failure.draw.taken
-    record = ",".join(map(str, taken)) or 0
     lines = [
         f"{name}: case {seed} fails: {failure.error}",
         *(f"  {note}" for note in failure.draw.notes()),
         failure.trace,
         f"again: python -m {again} --case {seed}",
-        *([f"smaller: python -m {again} --record {record}"] if len(taken) <= MOST_RECORDED else []),
     ]
+    if len(failure.draw.taken) <= MOST_RECORDED:
+        record = ",".join(map(str, failure.draw.taken))
+        lines.append(f"smaller: python -m {again} --record {record or 0}")
     return "\n".join(lines)
 
 

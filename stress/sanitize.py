@@ -349,8 +349,8 @@ class Sanitizer(NamedTuple):
 
     @classmethod
     def at(cls, program: str) -> "Sanitizer":
-        said = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-        return cls(program, SEES_ALL_WRITES in said)
+        options = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
+        return cls(program, SEES_ALL_WRITES in options)
 
 
 def run(

@@ -27,8 +27,9 @@ LOAD = 100
 """Steps in which the requests of a load arrive, until both are idle again."""
 WARM_UP = 10
 """Cases after which nothing grows."""
-MOST_OBJECTS, MOST_BYTES = 50, 2**24
-"""By which the package's objects and the process may exceed the most of the warm-up: what is freed later varies."""
+MOST_OBJECTS, MOST_LOGPROBS, MOST_BYTES = 50, 250, 2**24
+"""By which objects of the package, log-probabilities and the process may exceed the most of the warm-up: what is freed
+later varies."""
 OBJECTS_OF_A_SIZE = 8
 """At most, that a size of step keeps: its bucket, and its recording with arguments, results and calls."""
 ENGINE = Trace((), k=2, page_size=4, spare_pages=12, max_rows=4, spare_tokens=8, few_drafts=True)
@@ -110,7 +111,7 @@ def make(args: argparse.Namespace) -> Case:
         return num_objects() - OBJECTS_OF_A_SIZE * len(engine.engine.capture_report().buckets)
 
     numbers = {"objects of the package": (others, MOST_OBJECTS), "bytes": (num_bytes, MOST_BYTES)}
-    numbers |= {"log-probabilities": (num_logprobs, 250)}
+    numbers |= {"log-probabilities": (num_logprobs, MOST_LOGPROBS)}
     flat = Flat(numbers | ({"bytes of the GPU": (num_device_bytes, 2**20)} if on_gpu else {}))
 
     def case(draw: Draw) -> str:
