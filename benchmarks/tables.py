@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from stress.sanitize import summaries
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- filled: ([\w.]+) -->\n)(?:(?!<!-- filled).)*?(<!-- /filled -->)", re.DOTALL)
@@ -1118,9 +1120,9 @@ def sanitizers() -> str:
     path = ROOT / "stress" / "results" / "sanitizers.json"
     if not path.exists():
         return "No results are committed.\n"
-    data = json.loads(path.read_text(encoding="utf-8"))
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
     rows, reports, missing = [], [], []
-    for tool, found in data["tools"].items():
+    for tool, found in summaries(results).items():
         kernels, all_kernels = len(found["kernels"]), len(found["kernels"]) + len(found["missing"])
         if found["missing"]:
             names = ", ".join(f"`{name}`" for name in found["missing"])
@@ -1130,8 +1132,8 @@ def sanitizers() -> str:
             [tool, f"`{one['kernel']}`", one["report"], one["explained"] or "not yet explained"]
             for one in found["reports"]
         ]
-    where = f"{data['device']}, torch {data['torch']}, {data['sanitizer']}.\n"
-    text = where + table(["tool", "tests", "kernels", "reports"], rows)
+    where = {f"{one['device']}, torch {one['torch']}, {one['sanitizer']}" for one in results}
+    text = sentences("; ".join(sorted(where)) + ".") + table(["tool", "tests", "kernels", "reports"], rows)
     text += "".join(missing)
     return text + (table(["tool", "kernel", "report", "explanation"], reports) if reports else "")
 

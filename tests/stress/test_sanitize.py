@@ -76,7 +76,7 @@ def test_a_kernel_counts_where_one_of_its_tests_passes() -> None:
         Result("c", "initcheck", "unfinished", 9, {"wide.wide_kernel"}, Counter()),
         Result("d", "initcheck", "skipped", 2, {"wide.wide_kernel"}, Counter()),
     ]
-    found = summary("initcheck", rows)
+    found = summary([row.row() for row in rows])
     assert found["kernels"] == ["decode.split_kernel"] and "wide.wide_kernel" in found["missing"]
     assert found["tests"] == 1 and found["not passed"] == {"b": "failed, 4 s", "c": "unfinished, 9 s"}
     unexplained, explained = found["reports"]
@@ -129,10 +129,16 @@ def test_a_tool_that_fails_in_one_test_hides_no_other(
     monkeypatch.setattr(sys, "argv", ["sanitize", *map(str, words), "--output", str(output)])
     with pytest.raises(SystemExit, match="True"):
         sanitize.main()
-    data = json.loads(output.read_text())
-    assert data["sanitizer"] == "compute-sanitizer 2026.4.0.0"
-    initcheck, racecheck = data["tools"]["initcheck"], data["tools"]["racecheck"]
+    results = json.loads(output.read_text())["results"]
+    assert {one["sanitizer"] for one in results} == {"compute-sanitizer 2026.4.0.0"}
+    found = sanitize.summaries(results)
+    initcheck, racecheck = found["initcheck"], found["racecheck"]
     assert initcheck["tests"] == 1 and racecheck["tests"] == 0
     assert [name.partition("::")[2] for name in initcheck["not passed"]] == ["test_no_such_test"]
     assert len(racecheck["not passed"]) == 2 and racecheck["reports"][0]["count"] == 2
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--tools", "racecheck"])
+    with pytest.raises(SystemExit, match="True"):
+        sanitize.main()
+    again = json.loads(output.read_text())["results"]
+    assert len(again) == len(results) and sanitize.summaries(again) == found
     assert "--kernel-name kne=split_kernel" in (tmp_path / "a_group_0.initcheck.report").read_text()

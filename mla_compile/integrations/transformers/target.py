@@ -108,7 +108,7 @@ class TransformersTarget(nn.Module):
     @property
     def selects_keys(self) -> bool:
         """Whether indexers select the keys that attention reads."""
-        return bool(self._indexers)
+        return len(self._indexers) > 0  # `bool` of a list is what Dynamo 2.11 cannot trace
 
     def fits_its_caches(self) -> bool:
         """Whether the weights still have the dtype and device of `prepare`, which `model.to` changes."""
