@@ -76,7 +76,12 @@ class Launcher:
         self.has_not_chosen = False
         caches = [spec.cache for spec in cache_specs(model, drafter)]
         self._weights = Weights(model if self.steps.captures else None, caches)
-        self.rows = Rows(self.steps.state_for, pages_per_grant=config.pages_per_grant, device=model.device)
+        self.rows = Rows(
+            self.steps.state_for,
+            max_rows=config.max_rows,
+            pages_per_grant=config.pages_per_grant,
+            device=model.device,
+        )
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
 
     def launch(self, plan: Plan) -> Launch:

@@ -206,11 +206,21 @@ class Steps:
         return self._measured[name]
 
     def state_for(self, count: int, *, sampled: bool) -> DecodeState:
-        """The state of the smallest bucket with at least `count` rows, allocated once: graphs hold its addresses."""
-        key = next(size for size in self.sizes if size >= count), sampled
-        if key not in self._states:
-            self._states[key] = self._allocate(*key)
-        return self._states[key]
+        """The state of the smallest bucket with at least `count` rows; each bucket keeps its one, as graphs do.
+
+        All of them are in the memory of the largest, so a row of one state is the same row of the others.
+        """
+        rows = next(size for size in self.sizes if size >= count)
+        if (rows, sampled) not in self._states:
+            most = self.sizes[-1]
+            if rows < most:
+                state = self.state_for(most, sampled=sampled).first(rows)
+            elif sampled:
+                state = self.state_for(most, sampled=False).with_counts(self._model.vocab_size)
+            else:
+                state = self._allocate(rows, sampled)
+            self._states[rows, sampled] = state
+        return self._states[rows, sampled]
 
     def _allocate(self, rows: int, sampled: bool) -> DecodeState:
         config = self._config
