@@ -100,6 +100,9 @@ class Launcher:
             PromptChunk(rows[chunk.request], rows.text(chunk.request), chunk.start, chunk.end)
             for chunk in plan.chunks
         ]
+        if chunks:
+            tokens = sum(chunk.length for chunk in plan.chunks)
+            state = steps.mixed_state(len(state.active), tokens, sampled=rows.sampled)
         inputs = (state, self._pack(chunks, state)) if chunks else (state,)
         on_host = rows.on_host and any(request.is_chosen_on_host for request in sampled)
         num_logprobs = [request.params.logprobs for request in sampled]
