@@ -298,7 +298,7 @@ def with_shape(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """
     size, begin = flat.dtype.itemsize, flat.storage_offset() * flat.dtype.itemsize
     memory = flat.untyped_storage()[begin : begin + math.prod(shape) * size]
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = [math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))]
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(memory, 0, shape, strides)
 
 

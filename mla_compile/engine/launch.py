@@ -76,7 +76,12 @@ class Launcher:
         self.has_not_chosen = False
         caches = [spec.cache for spec in cache_specs(model, drafter)]
         self._weights = Weights(model if self.steps.captures else None, caches)
-        self.rows = Rows(self.steps.state_for, pages_per_grant=config.pages_per_grant, device=model.device)
+        self.rows = Rows(
+            self.steps.state_for,
+            max_rows=config.max_rows,
+            pages_per_grant=config.pages_per_grant,
+            device=model.device,
+        )
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
 
     def launch(self, plan: Plan) -> Launch:
@@ -95,6 +100,9 @@ class Launcher:
             PromptChunk(rows[chunk.request], rows.text(chunk.request), chunk.start, chunk.end)
             for chunk in plan.chunks
         ]
+        if chunks:
+            tokens = sum(chunk.length for chunk in plan.chunks)
+            state = steps.mixed_state(len(state.active), tokens, sampled=rows.sampled)
         inputs = (state, self._pack(chunks, state)) if chunks else (state,)
         on_host = rows.on_host and any(request.is_chosen_on_host for request in sampled)
         num_logprobs = [request.params.logprobs for request in sampled]

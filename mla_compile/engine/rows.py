@@ -1,7 +1,9 @@
 """Assigns running requests to rows of decode states, and writes the host's inputs into the states.
 
 Captured graphs hold the addresses of a state's tensors, so there is one state for each number of rows and kind of
-step, and requests move between them. All writes are ops on the stream of the steps, so the host never waits.
+step. All of them begin at the same address: a state of few rows is the beginning of one of many, and a request keeps
+its row if the number of rows grows. A row without a request is inactive and has a block table of zeros, also behind the
+rows of the current state. All writes are ops on the stream of the steps, so the host never waits.
 """
 
 import math
@@ -20,7 +22,7 @@ from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams
 from mla_compile.speculate import DecodeState
 
 FEW = 4
-"""Requests move to a smaller state only if at most one row in `FEW` is used, as moving costs copies."""
+"""The state becomes smaller only if at most one row in `FEW` is used, as requests then move to the first rows."""
 
 _PARAMETERS = [field.name for field in fields(SamplingParams) if field.type is float]
 """Each is a tensor of the state, `[rows]`; all are uploaded in one copy."""
@@ -31,11 +33,11 @@ class Rows:
 
     Args:
         state_for: `Steps.state_for`.
+        max_rows: of the largest state.
         pages_per_grant: cache pages per page of a plan.
         device: of the states.
 
     state: the current state; None before the first.
-    sampled: whether the state serves requests that sample or change logits.
     on_host: whether the host chooses or masks tokens of any running request.
     """
 
@@ -43,21 +45,26 @@ class Rows:
         self,
         state_for: Callable[..., DecodeState],
         *,
+        max_rows: int,
         pages_per_grant: int,
         device: torch.device,
     ) -> None:
-        self._state_for = state_for
+        self._state_for, self._max_rows = state_for, max_rows
         self._pages_per_grant = pages_per_grant
         self._device = device
         self._row_of: dict[Request, int] = {}
         self._texts: dict[Request, array[int]] = {}
         self.state: DecodeState | None = None
-        self.sampled = False
         self.on_host = False
 
     def clear(self) -> None:
         """Forget all requests. The next `prepare` starts with inactive rows."""
         self._row_of, self._texts, self.state, self.on_host = {}, {}, None, False
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the current state serves requests that sample or change logits."""
+        return self.state is not None and self.state.num_emitted is not None
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -79,14 +86,18 @@ class Rows:
         if self.state is not None and not (plan.removed or plan.admitted):
             self._grant(self.state, plan.grants)
             return self.state
-        before = self.state
         inactive = [self._row_of.pop(request) for request in plan.removed]
         for request in plan.removed:
             del self._texts[request]
         self._texts |= {request: array("q", request.tokens) for request in plan.admitted}
-        state = self._fitting_state([*self._row_of, *plan.admitted])
-        if state is not before:
-            inactive = []  # only live rows were copied
+        before, had_counts = self.state, self.sampled
+        self.state = state = self._fitting_state([*self._row_of, *plan.admitted])
+        if before is None or not self._row_of or len(state.active) < len(before.active):
+            _move_rows(self._state_for(self._max_rows, sampled=self.sampled), list(self._row_of.values()))
+            self._row_of = {request: row for row, request in enumerate(self._row_of)}
+            inactive = []
+        if self._row_of and self.sampled and not had_counts:
+            _zero_counts(state)
         free = sorted(set(range(len(state.active))) - set(self._row_of.values()), reverse=True)
         self._row_of |= {request: free.pop() for request in plan.admitted}
         inactive += [self._row_of[request] for request in plan.admitted]
@@ -95,24 +106,14 @@ class Rows:
         return state
 
     def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
-        """The current state if it serves these requests, else a fitting one with copies of the current rows."""
-        sampled = any(not request.params.is_argmax for request in live)
+        """The current state if it serves these requests, else one that fits."""
+        rows, sampled = len(live), any(not request.params.is_argmax for request in live)
         self.on_host = any(request.is_chosen_on_host for request in live)
-        old = self.state
-        if old is not None and self._row_of and self.sampled >= sampled:
-            rows = len(old.active)
-            if len(live) <= rows < FEW * len(live):
-                return old
-        new = self._state_for(len(live), sampled=sampled)
-        if new is not old:
-            new.active.zero_()
-            new.block_table.zero_()
-            if old is not None and self._row_of:
-                _copy_rows(old, list(self._row_of.values()), new)
-                self._row_of = {request: row for row, request in enumerate(self._row_of)}
-            self.state = new
-        self.sampled = sampled
-        return new
+        if self.state is not None and self._row_of:
+            current = len(self.state.active)
+            if rows <= current < FEW * rows:
+                rows, sampled = current, sampled or self.sampled
+        return self._state_for(rows, sampled=sampled)
 
     def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
         """Upload integers in one copy and floats in another, then write them with ops on the device; then biases.
@@ -225,15 +226,21 @@ def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch
     return list(flat.split([len(column) for column in columns]))
 
 
-def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
-    """Copy these rows to the first rows of another state; tensors that only the new state has become 0."""
-    device = old.active.device
-    (source,) = upload([rows], torch.int64, device)
-    count, before = len(rows), old.named()
-    for name, tensor in new.named().items():
-        if name == "report":
-            continue  # it has been copied already
-        if name in before:
-            tensor[:count] = before[name].index_select(0, source)
-        else:
-            tensor[:count].zero_()  # counts and biases, for rows without them
+def _move_rows(state: DecodeState, rows: list[int]) -> None:
+    """Move these rows of a state to its first rows. All others become inactive, with a block table of zeros."""
+    moved: dict[str, Tensor] = {}
+    if rows:
+        (source,) = upload([rows], torch.int64, state.active.device)
+        moved = {name: tensor.index_select(0, source) for name, tensor in state.named().items()}
+        del moved["report"]  # it has been copied already
+    state.active.zero_()
+    state.block_table.zero_()
+    for name, values in moved.items():
+        getattr(state, name)[: len(rows)] = values
+
+
+def _zero_counts(state: DecodeState) -> None:
+    """For rows that have come without counts and biases."""
+    own = state.named().keys() - state.without_counts.named().keys()
+    for name in sorted(own):
+        getattr(state, name).zero_()

@@ -11,8 +11,9 @@ from torch import Tensor
 from mla_compile.batch import ForwardOutput
 from mla_compile.engine.background import run_in_background
 from mla_compile.engine.buckets import CaptureReport
-from mla_compile.engine.capture import Captures
+from mla_compile.engine.capture import LONG_PROMPT, Captures
 from mla_compile.engine.config import FittedConfig
+from mla_compile.packing import padded_prompt_tokens
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, SpeculativeDecoder
@@ -206,11 +207,32 @@ class Steps:
         return self._measured[name]
 
     def state_for(self, count: int, *, sampled: bool) -> DecodeState:
-        """The state of the smallest bucket with at least `count` rows, allocated once: graphs hold its addresses."""
-        key = next(size for size in self.sizes if size >= count), sampled
-        if key not in self._states:
-            self._states[key] = self._allocate(*key)
-        return self._states[key]
+        """The state of the smallest bucket with at least `count` rows; each bucket keeps its one, as graphs do.
+
+        All of them are in the memory of the largest, so a row of one state is the same row of the others.
+        """
+        rows = next(size for size in self.sizes if size >= count)
+        if (rows, sampled) not in self._states:
+            most = self.sizes[-1]
+            if rows < most:
+                state = self.state_for(most, sampled=sampled).first(rows)
+            elif sampled:
+                state = self.state_for(most, sampled=False).with_counts(self._model.vocab_size)
+            else:
+                state = self._allocate(rows, sampled)
+            self._states[rows, sampled] = state
+        return self._states[rows, sampled]
+
+    def mixed_state(self, count: int, prompt_tokens: int, *, sampled: bool) -> DecodeState:
+        """The state of a step with prompts beside `count` rows.
+
+        A graph serves one number of rows, so steps beside few rows use one state: the largest whose tokens are at most
+        an eighth of the padded prompts'.
+        """
+        tokens = padded_prompt_tokens(prompt_tokens, self._config.prompt_tokens_per_step)
+        if self.pads and self.compiles_prompts and tokens <= LONG_PROMPT:
+            count = max(count, *(size for size in self.sizes if size * (1 + self._k) <= tokens // 8), 1)
+        return self.state_for(count, sampled=sampled)
 
     def _allocate(self, rows: int, sampled: bool) -> DecodeState:
         config = self._config

@@ -10,7 +10,7 @@ from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from mla_compile.torch_internals import mark_state_tensor
+from mla_compile.torch_internals import is_marked, mark_state_tensor, with_shape
 
 COUNT, ACTIVE, NUM_VERIFIED, FAILED_AT, FIRST_TOKEN = range(5)
 """Columns of `DecodeState.report`."""
@@ -98,14 +98,6 @@ class DecodeState:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
-            optional: dict[str, Tensor] = {}
-            if penalised_vocab is not None:
-                optional["in_prompt"] = zeros(rows, penalised_vocab, dtype=torch.bool)
-                optional["num_emitted"] = zeros(rows, penalised_vocab, dtype=torch.int32)
-                optional["bias_ids"] = zeros(rows, MAX_LOGIT_BIAS + MAX_STOP_IDS)
-                optional["bias"] = zeros(rows, 2, MAX_LOGIT_BIAS + MAX_STOP_IDS, dtype=torch.float32)
-            if history_len is not None:
-                optional["history"] = zeros(rows, history_len, dtype=torch.int32)
             state = cls(
                 num_cached=zeros(rows, dtype=torch.int32),
                 last_token=zeros(rows),
@@ -126,11 +118,36 @@ class DecodeState:
                 min_len=zeros(rows, dtype=torch.int32),
                 block_table=zeros(rows, max_pages, dtype=torch.int32),
                 report=zeros(rows, FIRST_TOKEN + k + 1),
-                **optional,
+                history=None if history_len is None else zeros(rows, history_len, dtype=torch.int32),
             )
         for tensor in state.tensors() if compiled else ():
             mark_state_tensor(tensor, 0)
-        return state
+        return state if penalised_vocab is None else state.with_counts(penalised_vocab)
+
+    def with_counts(self, penalised_vocab: int) -> "DecodeState":
+        """The same tensors with new ones for counts and biases, marked for the compiler if these are."""
+        rows, device = len(self.active), self.active.device
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
+            new = {
+                "in_prompt": torch.zeros(rows, penalised_vocab, dtype=torch.bool, device=device),
+                "num_emitted": torch.zeros(rows, penalised_vocab, dtype=torch.int32, device=device),
+                "bias_ids": torch.zeros(
+                    rows, MAX_LOGIT_BIAS + MAX_STOP_IDS, dtype=torch.int64, device=device
+                ),
+                "bias": torch.zeros(rows, 2, MAX_LOGIT_BIAS + MAX_STOP_IDS, device=device),
+            }
+        for tensor in new.values() if is_marked(self.active) else ():
+            mark_state_tensor(tensor, 0)
+        return replace(self, **new)
+
+    def first(self, rows: int) -> "DecodeState":
+        """A state of the first rows, in the same memory, marked for the compiler if this one is."""
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
+            named = self.named()
+            first = {name: with_shape(t.view(-1), (rows, *t.shape[1:])) for name, t in named.items()}
+        for tensor in first.values() if is_marked(self.active) else ():
+            mark_state_tensor(tensor, 0)
+        return replace(self, **first)
 
     @cached_property
     def without_counts(self) -> "DecodeState":

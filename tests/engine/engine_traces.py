@@ -155,6 +155,10 @@ def check_invariants(engine: Engine) -> None:
     for request, row in zip(placed, places):
         pages = state.block_table[row, : len(request.pages)].tolist() if state is not None else []
         assert pages == request.pages, "a block table is not that of its request"
+    if state is not None:
+        whole = engine._launcher.steps.state_for(engine.config.max_rows, sampled=False)
+        empty = [row for row in range(len(whole.active)) if row not in rows._row_of.values()]
+        assert not whole.active[empty].any() and not whole.block_table[empty].any(), "a row without a request"
 
 
 @dataclass

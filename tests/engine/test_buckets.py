@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import groupby, islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mla_compile import MLAError, SamplingParams
-from mla_compile.engine import Bucket, CaptureReport, Engine, steps
+from mla_compile.engine import Bucket, CaptureReport, Engine, rows, steps
 from mla_compile.engine.buckets import row_sizes
-from mla_compile.engine.capture import Captures, Recording
+from mla_compile.engine.capture import LONG_PROMPT, Captures, Recording
 from mla_compile.engine.config import FittedConfig
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
@@ -356,9 +357,94 @@ def test_warming_up_reads_and_writes_no_page(temperature: float, monkeypatch: py
     report = with_new_caches(mine, 2).warm_up(sampling=sampling)
     assert report.why_not == "compile=False"
     assert all(cache.isnan().all() for cache in caches_of(mine.model))
-    assert sorted(allocated) == [1, 2, 4, 8]
+    assert allocated == [8], "the other states are in its memory"
     with_new_caches(mine, mine.config.num_pages)
     assert mine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_states_of_all_sizes_and_kinds_share_memory(k: int) -> None:
+    states = engine(k, max_rows=6)._launcher.steps.state_for
+    sizes = [(count, sampled) for count in (2, 1, 6, 4) for sampled in (True, False)]
+    greedy, most = states(6, sampled=False).named(), states(6, sampled=True).named()
+    for count, sampled in sizes:
+        for name, tensor in states(count, sampled=sampled).named().items():
+            whole = greedy.get(name, most[name])
+            assert (tensor.shape, tensor.stride()) == (whole[:count].shape, whole.stride()), name
+            assert tensor.data_ptr() == whole.data_ptr() and not tensor._is_view(), name
+    states(2, sampled=True).active[1] = True
+    assert states(4, sampled=False).active.tolist() == [False, True, False, False]
+
+
+def test_requests_move_only_to_a_smaller_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep their rows in larger states, and in one of the other kind."""
+    move, moved = rows._move_rows, []
+
+    def noted(state: DecodeState, places: list[int]) -> None:
+        moved.append(places)
+        move(state, places)
+
+    prompts = [[i + 1, i + 2] for i in range(8)]
+    kinds = [SamplingParams(temperature=float(i == 5), seed=i) for i in range(8)]
+    lengths = [30 if i in (2, 6) else 9 for i in range(8)]
+    expected = []
+    for prompt, kind, length in zip(prompts, kinds, lengths, strict=True):
+        expected += engine(0).generate([prompt], sampling=kind, max_new_tokens=length)
+    monkeypatch.setattr(rows, "_move_rows", noted)
+    mine, requests, sizes = engine(0, max_rows=8), [], []
+    arrivals = zip(prompts, kinds, lengths, strict=True)
+    while mine.has_work() or len(requests) < len(prompts):
+        for prompt, kind, length in islice(arrivals, 1):
+            requests.append(mine.add(prompt, kind, max_new_tokens=length))
+        mine.step()
+        check_invariants(mine)
+        state = mine._launcher.rows.state
+        assert state is not None
+        sizes.append(len(state.active))
+    assert [request.completion.token_ids for request in requests] == [each.token_ids for each in expected]
+    assert [size for size, _ in groupby(sizes)] == [1, 2, 4, 8, 2]
+    assert moved == [[], [2, 6]], "the engine was idle, then six of eight had ended"
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_prompts_beside_few_rows_run_on_one_number_of_rows(k: int) -> None:
+    with recording(one_layer_model(), eagerly=True):
+        mine = engine(k, compile=True, max_rows=100, max_tokens_per_step=5000)
+        steps = mine._launcher.steps
+        few = steps.mixed_state(3, 1000, sampled=False)
+        assert few is steps.state_for(3, sampled=False), "prompts run eagerly so far"
+        steps.warms_prompts = True
+        for tokens in prompt_sizes(mine.config.prompt_tokens_per_step):
+            affordable = [size for size in steps.sizes if size * (1 + k) * 8 <= tokens <= LONG_PROMPT]
+            for count in steps.sizes:
+                state = steps.mixed_state(count, tokens - 1, sampled=True)
+                assert state is steps.state_for(max(count, *affordable, 1), sampled=True)
+        found = [len(steps.mixed_state(3, tokens, sampled=False).active) for tokens in (16, 300, 1000, 4097)]
+        assert found == ([4, 32, 100, 4] if k == 0 else [4, 8, 32, 4])
+
+
+def test_a_step_with_prompts_has_more_rows_than_the_decode_steps_around_it() -> None:
+    model = one_layer_model()
+    with torch.compiler.set_stance("force_eager"), recording(model, eagerly=True):
+        mine = engine(1, model, compile=True, max_rows=8, max_model_len=400, max_tokens_per_step=300)
+        mine._launcher.steps.warms_prompts = True
+        plain = engine(1, one_layer_model(), max_rows=8, max_model_len=400)
+        prompts = [[1, 2, 3], [4, 5] * 32, [6] * 250]
+        found = [mine.add(prompts[0], max_new_tokens=60)]
+        for prompt in prompts[1:]:
+            for _ in range(3):
+                mine.step()
+            found.append(mine.add(prompt, SamplingParams(logprobs=1), max_new_tokens=20))
+        while mine.has_work():
+            mine.step()
+            check_invariants(mine)
+    expected = [plain.generate([prompt], max_new_tokens=60)[0].token_ids for prompt in prompts]
+    assert [each.completion.token_ids for each in found] == [expected[0], expected[1][:20], expected[2][:20]]
+    buckets = [b for b in mine.capture_report().buckets if "advance" not in b.step]
+    assert {(b.prompt_tokens, b.rows) for b in buckets if b.prompt_tokens} == {(16, 1), (64, 4), (256, 8)}
+    assert max(b.rows for b in buckets if b.step == "verify, greedy") == 4, (
+        "decode steps keep their own states"
+    )
 
 
 def test_prompts_are_padded_to_few_sizes() -> None:

@@ -145,14 +145,14 @@ def one_draft_too_many_is_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_rows_leave_their_history_behind(patch: pytest.MonkeyPatch) -> None:
-    copy = rows._copy_rows
+    move = rows._move_rows
 
-    def copied(old: DecodeState, moved: list[int], new: DecodeState) -> None:
-        copy(old, moved, new)
-        if new.history is not None:
-            new.history.zero_()
+    def moved(state: DecodeState, places: list[int]) -> None:
+        move(state, places)
+        if state.history is not None:
+            state.history.zero_()
 
-    patch.setattr(rows, "_copy_rows", copied)
+    patch.setattr(rows, "_move_rows", moved)
 
 
 @pytest.mark.parametrize(
