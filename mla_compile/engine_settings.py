@@ -134,7 +134,7 @@ class EngineFields:
             there steps run eagerly while a thread compiles them, once there have been 256. False runs everything
             eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step. Steps with
-            prompts are captured after `warm_up`, or after 16 steps that mix prompts and decode rows. Until then the
+            prompts are captured from `warm_up` on, or after 16 steps that mix prompts and decode rows. Until then the
             model's forward is eager in them: a few batches need few of them, and compiling it for prompts takes as long
             as for the others. It always is if no CUDA graphs are recorded (another mode, the CPU, a model with
             recurrent layers), and never with `batch_invariant`.

@@ -343,8 +343,8 @@ class Engine:
         """Compile the steps, and capture them for all bucket row counts. No cache is read or written.
 
         Afterwards no request waits for a compilation. If CUDA graphs are recorded, steps with prompts are compiled too,
-        run once for each padded size and for few tokens after cached ones, and captured on their second calls unless
-        they are long.
+        and run for each padded size and for few tokens after cached ones. Each size without cached tokens is captured
+        unless it is long, for up to three prompts beside few rows. Others are captured on their second calls.
 
         Args:
             sampling: compile only what requests with these parameters need, without grammars; None for every request.

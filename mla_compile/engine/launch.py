@@ -143,16 +143,16 @@ class Launcher:
         """Compile steps, and capture them for all bucket row counts, largest first.
 
         kinds: whether they sample. prompts: if compiling steps with prompts pays, compile them too, with a prompt that
-        is only padding, and run each of `prompt_shapes` once, so that all kernels are loaded. parts: also compile steps
-        between whose parts the host reads logits.
+        is only padding, load all kernels and record graphs with `_run_prompts`. parts: also compile steps between whose
+        parts the host reads logits.
         """
         steps = self.steps
         steps.check_again()
         steps.warms_prompts |= prompts
+        steps.state_for(self._config.max_rows, sampled=False).active.zero_()
         for sampled in kinds:
             for size in reversed(steps.sizes):
                 state = steps.state_for(size, sampled=sampled)
-                state.active.zero_()
                 for _ in range(CALLS_TO_RECORD):
                     steps.whole(sampled=sampled, prompts=False)(state)
                     if parts:
@@ -160,17 +160,26 @@ class Launcher:
             if steps.compiles_in_background:
                 steps.compile_parts(sampled, inference=torch.is_inference_mode_enabled())
             if prompts and steps.compiles_prompts:
-                # Any size serves here: each is captured on first use, for each number of rows.
-                state = steps.state_for(1, sampled=sampled)
+                state = steps.state_for(1, sampled=sampled)  # any size serves to compile
                 chunks = self._padding(state)
                 steps.whole(sampled=sampled, prompts=True)(state, chunks)
                 if parts:
                     self._run_parts(sampled, state, chunks)
-                # The kernels of prompts are the same whether rows sample or not.
-                config = self._config
-                shapes = prompt_shapes(config.prompt_tokens_per_step, config.max_model_len)
-                for shape in shapes if steps.pads and sampled == kinds[0] else ():
-                    steps.uncaptured(sampled=sampled)(state, self._padding(state, *shape))
+                if steps.pads:
+                    self._run_prompts(sampled)
+
+    def _run_prompts(self, sampled: bool) -> None:
+        """Run each of `prompt_shapes`, largest first, and record those without cached tokens."""
+        steps, config = self.steps, self._config
+        shapes = prompt_shapes(config.prompt_tokens_per_step, config.max_model_len)
+        for tokens, cached in sorted(shapes, reverse=True):
+            state = steps.mixed_state(1, tokens, sampled=sampled)
+            chunks = self._padding(state, tokens, cached)
+            if cached:
+                steps.uncaptured(sampled=sampled)(state, chunks)
+            else:
+                for _ in range(CALLS_TO_RECORD):
+                    steps.whole(sampled=sampled, prompts=True)(state, chunks)
 
     def _padding(self, state: DecodeState, num_tokens: int = 0, num_cached: int = 0) -> PackedChunks:
         """A prompt of padding alone, of at least `num_tokens` tokens after `num_cached` ones."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -465,7 +465,7 @@ def test_the_sizes_of_prompts_are_all_that_padding_gives(most: int) -> None:
 
 @pytest.mark.usefixtures("compiled_mixed_steps")
 @pytest.mark.parametrize(("max_model_len", "after_keys"), [(64, []), (3000, [(16, 2048), (16, 4096)])])
-def test_warming_up_runs_each_size_of_prompts_once_and_few_tokens_after_each_number_of_keys(
+def test_warming_up_runs_each_size_of_prompts_and_few_tokens_after_each_number_of_keys(
     max_model_len: int, after_keys: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more tokens than a row may have too, and writes to no page."""
@@ -481,9 +481,56 @@ def test_warming_up_runs_each_size_of_prompts_once_and_few_tokens_after_each_num
     mine.warm_up()
     without = [(size, size) for size in prompt_sizes(mine.config.prompt_tokens_per_step)]
     few = [(size, 1024) for size in (16, 32, 48, 64)]
-    assert sizes == [(16, 16), *without, *few, *after_keys, (16, 16)]
+    largest_first = sorted([*without, *few, *after_keys], reverse=True)
+    assert sizes == 2 * [(16, 16), *largest_first]  # for both kinds
     assert max(sizes)[0] > 64
     assert all(cache.isnan().all() for cache in caches_of(mine.model))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_warming_up_a_first_prompt_of_any_size_runs_on_a_graph(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and beside as many rows as leave the number of rows that its size has."""
+    replay, replayed = Replay.replay, []
+
+    def noted(self: Replay) -> None:
+        replayed.append((len(self.args[0].active), *[each.sizes[0] for each in self.args[1:]]))
+        replay(self)
+
+    monkeypatch.setattr(Replay, "replay", noted)
+    sampling, model = SamplingParams(temperature=temperature), one_layer_model()
+    with torch.compiler.set_stance("force_eager"), recording(model, eagerly=True) as replays:
+        mine = engine(
+            1,
+            model,
+            compile=True,
+            max_rows=8,
+            max_model_len=400,
+            max_tokens_per_step=316,
+            prefix_caching=False,
+        )
+        report = mine.warm_up(sampling=sampling)
+        sizes = prompt_sizes(mine.config.prompt_tokens_per_step)
+        mixed = [bucket for bucket in report.buckets if bucket.prompt_tokens]
+        assert all(bucket.is_captured for bucket in report.buckets)
+        assert {bucket.prompt_tokens for bucket in mixed} == set(sizes) and len(mixed) == len(sizes)
+        for least, size in pairwise([0, *sizes]):
+            state = mine._launcher.steps.mixed_state(1, size, sampled=temperature > 0)
+            for others in {0, len(state.active) - 1}:
+                for length in (least + 1, size):
+                    decoding = [mine.add([1], sampling, max_new_tokens=300) for _ in range(others)]
+                    for _ in range(others):
+                        mine.step()
+                    before = len(replays), mine.capture_report()
+                    request = mine.add([2] * length, sampling, max_new_tokens=4)
+                    mine.step()
+                    assert replayed[-1] == (len(state.active), size)
+                    assert (len(replays), mine.capture_report()) == before
+                    assert request.completion.token_ids and not any(each.has_ended for each in decoding)
+                    for each in (request, *decoding):
+                        mine.abort(each)
+    assert len(state.active) == 8
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 4, 15, 16, 40])
