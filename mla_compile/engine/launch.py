@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mla_compile.engine.capture import CALLS_TO_RECORD
+from mla_compile.engine.capture import CALLS_TO_RECORD, LONG_PROMPT
 from mla_compile.engine.choice import RankZeroFailed, choose_on_host
 from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.reports import StepReport
@@ -169,13 +169,13 @@ class Launcher:
                     self._run_prompts(sampled)
 
     def _run_prompts(self, sampled: bool) -> None:
-        """Run each of `prompt_shapes`, largest first, and record those without cached tokens."""
+        """Run each of `prompt_shapes`, largest first, and record those without cached tokens that are not long."""
         steps, config = self.steps, self._config
         shapes = prompt_shapes(config.prompt_tokens_per_step, config.max_model_len)
         for tokens, cached in sorted(shapes, reverse=True):
             state = steps.mixed_state(1, tokens, sampled=sampled)
             chunks = self._padding(state, tokens, cached)
-            if cached:
+            if cached or tokens > LONG_PROMPT:
                 steps.uncaptured(sampled=sampled)(state, chunks)
             else:
                 for _ in range(CALLS_TO_RECORD):
