@@ -15,6 +15,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -916,7 +917,13 @@ PEERS = {
 }
 """Of `benchmarks.peers`: each part's figures in words; the first one is compared."""
 PEER_WEIGHTS = WEIGHTS | {"fp8_activations": "FP8, `fp8_activations`"}
-PEERS_IN_WORDS = {"steps": "a step", "prompts": "first tokens of prompts", "servers": "tokens/s of a server"}
+COMPARED = [
+    ("steps", "ms_per_step", "a step"),
+    ("prompts", "ms", "first tokens of prompts"),
+    ("servers", "tokens_per_s", "tokens/s of a server"),
+    ("servers", "p99_ms", "99th percentile of the time between its tokens"),
+]
+"""The figures in which `peers_ratios` compares, in words."""
 
 
 PeerRows = dict[tuple[str, str, int], dict[int, dict[str, dict[str, Any]]]]
@@ -926,10 +933,8 @@ PeerRows = dict[tuple[str, str, int], dict[int, dict[str, dict[str, Any]]]]
 def _peers() -> tuple[str, PeerRows]:
     """The systems and machines, and all entries of `benchmarks.peers`."""
     rows = result("peers")["rows"]
-    systems: dict[str, set[str]] = {}
-    for row in rows:
-        machine = f"{row['device']}, torch {row['torch']}"
-        systems.setdefault(machine, set()).add(f"{row['system']} {row['version']}")
+    cards = " and ".join(dict.fromkeys(row["device"] for row in rows))
+    systems = {f"torch {row['torch']}" for row in rows}, {f"{row['system']} {row['version']}" for row in rows}
     found: PeerRows = {}
     for row in sorted(rows, key=lambda row: (list(PEERS).index(row["part"]), row["weights"], row["drafts"])):
         of_case = found.setdefault((row["part"], row["weights"], row["drafts"]), {})
@@ -942,16 +947,21 @@ def _peers() -> tuple[str, PeerRows]:
                     for k, v in found.get((part, "fp8", drafts), {}).get(count, {}).items()
                     if k == "vllm"
                 }
-    return "; ".join(", ".join([machine, *sorted(of)]) for machine, of in systems.items()), found
+    return ", ".join([cards, *chain.from_iterable(map(sorted, systems))]), found
 
 
-def _times_faster(part: str, of: dict[str, dict[str, Any]]) -> float | None:
-    """How many times as fast as vLLM this package is; None unless both were measured."""
-    if len(of) < 2:
+def _times_faster(figure: str, of: dict[str, dict[str, Any]]) -> float | None:
+    """How many times as fast as vLLM this package is; None unless both were measured on the same card."""
+    if len(of) < 2 or of["vllm"]["device"] != of["ours"]["device"]:
         return None
-    figure = next(iter(PEERS[part]))
     ratio: float = of["vllm"][figure] / of["ours"][figure]
-    return 1 / ratio if part == "servers" else ratio
+    return 1 / ratio if figure == "tokens_per_s" else ratio
+
+
+def _card(of: dict[str, dict[str, Any]]) -> str:
+    """In short: "H100"; of vLLM's and ours, if they differ."""
+    names = dict.fromkeys(of[system]["device"] for system in ("vllm", "ours") if system in of)
+    return ", ".join(re.sub(r"NVIDIA (\w+).*", r"\1", name) for name in names)
 
 
 def peers_ratios() -> str:
@@ -959,10 +969,14 @@ def peers_ratios() -> str:
     who, found = _peers()
     counts = sorted({count for by_rows in found.values() for count in by_rows})
     lines, ratios = [], list[float]()
-    for (part, weights, drafts), by_rows in found.items():
-        of_rows = [_times_faster(part, by_rows.get(count, {})) for count in counts]
+    for ((part, weights, drafts), by_rows), (of_part, figure, words) in product(found.items(), COMPARED):
+        of_rows = [
+            _times_faster(figure, by_rows.get(count, {})) if part == of_part else None for count in counts
+        ]
         if any(of_rows):
-            what = f"{PEERS_IN_WORDS[part]}, {PEER_WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
+            cards = dict.fromkeys(_card(of) for of in by_rows.values() if _times_faster(figure, of))
+            what = f"{words}, {PEER_WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
+            what += f", {' and '.join(cards)}"
             cells = (ratio and (f"**{ratio:.2f}**" if ratio < 1 else fixed(ratio, 2)) for ratio in of_rows)
             lines.append([what, *cells])
             ratios += [ratio for ratio in of_rows if ratio]
@@ -985,11 +999,12 @@ def peers() -> str:
         for (of_part, weights, drafts), by_rows in found.items():
             for count, of in sorted(by_rows.items()) if of_part == part else ():
                 both = (of.get(system, {}).get(name) for system in ("vllm", "ours") for name in names)
-                lines.append((PEER_WEIGHTS[weights], drafts, count, fixed(_times_faster(part, of), 2), *both))
+                faster = fixed(_times_faster(next(iter(names)), of), 2)
+                lines.append((PEER_WEIGHTS[weights], drafts, count, _card(of), faster, *both))
         heads = [f"{system}: {name}" for system in ("vLLM", "ours") for name in names.values()]
         if lines:
             text += f"\n{part.capitalize()}:\n" + table(
-                ["weights", "drafts", "rows", "ours is faster, times", *heads], lines
+                ["weights", "drafts", "rows", "card", "ours is faster, times", *heads], lines
             )
     return text
 

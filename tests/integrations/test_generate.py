@@ -613,7 +613,7 @@ def test_bad_arguments_are_named_and_the_model_stays_stock(
     assert type(model) is own
 
 
-def test_models_that_would_run_wrongly_are_refused() -> None:
+def test_models_that_would_run_wrongly_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MLAError, match="MLA attention"):
         accelerate(nn.Linear(2, 2))  # type: ignore[type-var]
     with pytest.raises(MLAError, match="evaluation mode"):
@@ -627,6 +627,12 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
         accelerate(unknown, num_speculative_tokens=1, drafter="mtp")
     with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a model with recurrent"):
         accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
+    selecting = stock_model("deepseek_v32")
+    monkeypatch.setattr("mla_compile.integrations.transformers.target.transformers.__version__", "5.17.0")
+    with pytest.raises(
+        MLAError, match=r"model: .*transformers 5\.18 or newer, got a DeepseekV32.* 5\.17\.0; install"
+    ):
+        accelerate(selecting)
 
 
 @pytest.mark.parametrize("family", ["axk2", "dots3_note", "glm5_next", "hy_v4", "mistral_large4"])

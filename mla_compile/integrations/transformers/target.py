@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from mla_compile.batch import ForwardOutput, MLABatch
@@ -248,6 +249,11 @@ def check_model(model: Any) -> None:
         got = f"a {type(model).__name__}, whose {', '.join(sorted(unknown))} selects the keys of each token"
         expected = f"a model without an indexer, or with one of {', '.join(INDEXERS)}"
         raise MLAError("model", expected, got, "docs/transformers.md lists the families")
+    numbers = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if indexers and numbers < (5, 18):  # those cached keys and values of each head
+        got = f"a {type(model).__name__} of transformers {transformers.__version__}"
+        hint = "install a newer transformers, or use mla_compile.load_model"
+        raise MLAError("model", "a model with an indexer of transformers 5.18 or newer", got, hint)
     if model.get_output_embeddings() is None:
         hint = "load it with AutoModelForCausalLM"
         raise MLAError("model", "a model with a language-model head", type(model).__name__, hint)
