@@ -58,6 +58,7 @@ COMPILER_APIS = (
     "torch._inductor:list_mode_options",
     "torch._inductor.codecache:CppPythonBindingsCodeCache",
     "torch._inductor.compile_fx:compile_fx",
+    "torch._inductor.cpu_vec_isa:valid_vec_isa_list",
     "torch._inductor.exc:OperatorIssue",
     "torch._ops:HigherOrderOperator",
     "torch._ops:OpOverload",
@@ -182,7 +183,22 @@ def lower_with_inductor(
 
 @functools.cache
 def _start_cpp_compiler() -> None:
-    """Start `_compile_smallest_kernel` in a thread, once in a process."""
+    """Start `_compile_smallest_kernel` in a thread, once in a process.
+
+    A second thread waits for the first one that detects the CPU's vector instructions: torch keeps the flags of a check
+    in the object that it checks. Two checks at once leave other flags behind, which are in the names of all kernels, so
+    that the next process would compile them again.
+    """
+    import torch._inductor.cpu_vec_isa
+
+    detect, lock = torch._inductor.cpu_vec_isa.valid_vec_isa_list, threading.Lock()
+
+    @functools.cache
+    def detected() -> list[Any]:
+        with lock:
+            return detect()
+
+    torch._inductor.cpu_vec_isa.valid_vec_isa_list = detected
     threading.Thread(target=_compile_smallest_kernel, daemon=True).start()
 
 

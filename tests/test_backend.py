@@ -4,6 +4,8 @@ import copy
 import logging
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,6 +150,29 @@ def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch:
     function = torch.compile(lambda x: x.sin() + 1, backend="mla")
     function(torch.ones(8))
     assert done.wait(60) and written[0][0] == 0
+
+
+def test_one_thread_at_a_time_detects_the_instructions_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once leave other compiler flags behind, with which the next process compiles all kernels again."""
+    from torch._inductor import cpu_vec_isa
+
+    at_once, most = 0, 0
+
+    def detect() -> list[Any]:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.05)
+        at_once -= 1
+        return []
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", detect)
+    monkeypatch.setattr(torch_internals, "_compile_smallest_kernel", lambda: None)
+    torch_internals._start_cpp_compiler.cache_clear()
+    torch_internals._start_cpp_compiler()
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(cpu_vec_isa.valid_vec_isa_list) for _ in range(3)]
+    assert [each.result() for each in found] == [[]] * 3 and most == 1
 
 
 def test_an_op_that_comes_late_in_a_deep_graph_is_not_spelled_out_with_all_that_it_is_made_of() -> None:
