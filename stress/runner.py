@@ -233,10 +233,10 @@ class Results:
             into["failures"] += one["failures"]
 
     def repeat_failures(self, case: Case) -> None:
-        """Run the cases that failed again, and note with which version they pass."""
-        for failure in [
-            failure for one in self.ranges for failure in one["failures"] if "mended" not in failure
-        ]:
+        """Run the cases that failed on such a device, a GPU or a CPU, again, and note with which version they pass."""
+        on_cpu = self.where["device"].endswith(" CPU")
+        alike = [one for one in self.data["ranges"] if one["device"].endswith(" CPU") == on_cpu]
+        for failure in [failure for one in alike for failure in one["failures"] if "mended" not in failure]:
             if not isinstance(attempt(case, Draw(failure["seed"])), Failure):
                 failure["mended"] = self.where["mla_compile"]
 

@@ -52,12 +52,18 @@ def test_failures_are_counted_and_end_a_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.count("again: python -m stress.sums --case ") == 3
 
 
-def test_a_later_run_repeats_what_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "repeats"), [(None, True), ("aarch64 CPU", True), ("NVIDIA H200", False)])
+def test_a_later_run_repeats_what_failed_on_such_a_device(
+    device: str | None, repeats: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "x.json"
     assert go(path, sums, cases=1000, most=2) == 2
+    known = json.loads(path.read_text())
+    known["ranges"][0]["device"] = device or known["ranges"][0]["device"]
+    path.write_text(json.dumps(known))
     assert go(path, lambda draw: "mended" if draw.random() < 2 else "", cases=10) == 0
-    (found,) = json.loads(path.read_text())["ranges"]
-    assert ["mended" in failure for failure in found["failures"]] == [True, True]
+    found = json.loads(path.read_text())["ranges"][0]
+    assert ["mended" in failure for failure in found["failures"]] == [repeats, repeats]
 
 
 @pytest.mark.long
