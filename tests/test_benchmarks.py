@@ -187,7 +187,7 @@ def test_steps_and_prompts_are_measured_with_checks_of_the_work(
     assert alone["experts"] == 8
     vllm = [row | {"system": "vllm", "ms_per_step": 3 * row["ms_per_step"]} for row in of_steps]
     monkeypatch.setattr(tables, "result", lambda name: {"rows": [*of_steps, *vllm, both]})
-    assert tables.peers().count("| 3.00 |") == 2 and "| FP8 | 0 | 2 | - | - |" in tables.peers()
+    assert tables.peers().count("| 3.00 |") == 2 and "| FP8 | 0 | 2 | cpu | - | - |" in tables.peers()
 
 
 def peer_rows() -> list[dict[str, Any]]:
@@ -213,16 +213,24 @@ def peer_rows() -> list[dict[str, Any]]:
 def test_ratios_beside_vllm_mark_the_cases_that_it_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "result", lambda name: {"rows": peer_rows()})
     text = tables.peers_ratios()
-    assert "is faster in 2 of 3 cases" in " ".join(text.split())
+    assert "is faster in 2 of 4 cases" in " ".join(text.split())
     assert text[text.index("\n|") :] == (
         "\n| rows | 1 | 8 |\n| --- | --- | --- |\n"
-        "| a step, bfloat16, 3 drafts | 2.50 | - |\n"
-        "| first tokens of prompts, bfloat16 | **0.90** | - |\n"
-        "| tokens/s of a server, FP8 | - | **0.80** |\n"
+        "| a step, bfloat16, 3 drafts, H100 | 2.50 | - |\n"
+        "| first tokens of prompts, bfloat16, H100 | **0.90** | - |\n"
+        "| tokens/s of a server, FP8, H100 | - | **0.80** |\n"
+        "| 99th percentile of the time between its tokens, FP8, H100 | - | 1.00 |\n"
     )
     whole = tables.peers()
-    assert "| bfloat16 | 0 | 8 | - | - | - | - | - | 11.0 | 10.0 | 1 | 9.5 |" in whole
-    assert "| FP8 | 0 | 8 | 0.80 | 100 | 7.5 | 7.5 | 7.5 | 7.5 | 80 |" in whole
+    assert "| bfloat16 | 0 | 8 | H100 | - | - | - | - | - | 11.0 | 10.0 | 1 | 9.5 |" in whole
+    assert "| FP8 | 0 | 8 | H100 | 0.80 | 100 | 7.5 | 7.5 | 7.5 | 7.5 | 80 |" in whole
+
+
+def test_rows_of_different_cards_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row | {"device": f"NVIDIA H{200 if row['system'] == 'ours' else 100} SXM"} for row in peer_rows()]
+    monkeypatch.setattr(tables, "result", lambda name: {"rows": rows})
+    assert "in 0 of 0 cases" in " ".join(tables.peers_ratios().split())
+    assert "| FP8 | 0 | 8 | H100, H200 | - | 100 |" in tables.peers()
 
 
 @pytest.mark.long
