@@ -343,7 +343,7 @@ def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured(
 
 
 def test_after_warming_up_no_kind_of_request_compiles_anything_or_pauses_another() -> None:
-    """Hardly a step takes longer than 20 of them. Each size of prompts is captured before."""
+    """The longest step takes no longer than 20 of them. Each size of prompts is captured before."""
     torch.compiler.reset()
     model, rng = tiny_model(torch.bfloat16).cuda(), random.Random(0)
     mine = Engine(model, num_speculative_tokens=2, max_rows=4, max_model_len=128)
@@ -376,8 +376,7 @@ def test_after_warming_up_no_kind_of_request_compiles_anything_or_pauses_another
             seconds.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
     assert compile_counters()["graphs"] == graphs
-    longest = sorted(seconds)[-4:]  # other processes of this machine may take the CPU a few times
-    assert longest[0] < 20 * statistics.median(seconds), longest
+    assert max(seconds) < 20 * statistics.median(seconds), f"{max(seconds):.4f} s"
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")

@@ -231,7 +231,7 @@ class Steps:
         """
         tokens = padded_prompt_tokens(prompt_tokens, self._config.prompt_tokens_per_step)
         if self.pads and self.compiles_prompts and tokens <= LONG_PROMPT:
-            count = max(count, *(size for size in self.sizes if size * (1 + self._k) <= tokens // 8), 1)
+            count = max([count, *(size for size in self.sizes if size * (1 + self._k) <= tokens // 8)])
         return self.state_for(count, sampled=sampled)
 
     def _allocate(self, rows: int, sampled: bool) -> DecodeState:
