@@ -1121,8 +1121,8 @@ def stress() -> str:
             ranges = [one for one in data["ranges"] if one["device"] == device]
             cases = sum(one["end"] - one["first"] for one in ranges)
             failures = [failure for one in ranges for failure in one["failures"]]
-            mended = sum("mended" in failure for failure in failures)
-            failed = f"{len(failures)}, {mended} of them mended" if failures else 0
+            fixed = sum("fixed" in failure for failure in failures)
+            failed = f"{len(failures)}, {fixed} of them fixed" if failures else 0
             torch = ", ".join(dict.fromkeys(one["torch"] for one in ranges))
             rows.append([f"`{data['command']}`", device, torch, f"{cases:,}", failed])
     if not rows:

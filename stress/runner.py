@@ -236,9 +236,9 @@ class Results:
         """Run the cases that failed on such a device, a GPU or a CPU, again, and note with which version they pass."""
         on_cpu = self.where["device"].endswith(" CPU")
         alike = [one for one in self.data["ranges"] if one["device"].endswith(" CPU") == on_cpu]
-        for failure in [failure for one in alike for failure in one["failures"] if "mended" not in failure]:
+        for failure in [failure for one in alike for failure in one["failures"] if "fixed" not in failure]:
             if not isinstance(attempt(case, Draw(failure["seed"])), Failure):
-                failure["mended"] = self.where["mla_compile"]
+                failure["fixed"] = self.where["mla_compile"]
 
     def save(self) -> None:
         if self.path is not None:

@@ -61,9 +61,9 @@ def test_a_later_run_repeats_what_failed_on_such_a_device(
     known = json.loads(path.read_text())
     known["ranges"][0]["device"] = device or known["ranges"][0]["device"]
     path.write_text(json.dumps(known))
-    assert go(path, lambda draw: "mended" if draw.random() < 2 else "", cases=10) == 0
+    assert go(path, lambda draw: "fixed" if draw.random() < 2 else "", cases=10) == 0
     found = json.loads(path.read_text())["ranges"][0]
-    assert ["mended" in failure for failure in found["failures"]] == [repeats, repeats]
+    assert ["fixed" in failure for failure in found["failures"]] == [repeats, repeats]
 
 
 @pytest.mark.long
