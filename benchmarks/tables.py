@@ -15,7 +15,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -917,13 +917,12 @@ PEERS = {
 }
 """Of `benchmarks.peers`: each part's figures in words; the first one is compared."""
 PEER_WEIGHTS = WEIGHTS | {"fp8_activations": "FP8, `fp8_activations`"}
-COMPARED = [
-    ("steps", "ms_per_step", "a step"),
-    ("prompts", "ms", "first tokens of prompts"),
-    ("servers", "tokens_per_s", "tokens/s of a server"),
-    ("servers", "p99_ms", "99th percentile of the time between its tokens"),
-]
-"""The figures in which `peers_ratios` compares, in words."""
+COMPARED = {
+    "steps": ("a step", ["ms_per_step"]),
+    "prompts": ("first tokens of prompts", ["ms"]),
+    "servers": ("a server: tokens/s, 99th percentile between tokens", ["tokens_per_s", "p99_ms"]),
+}
+"""Each part in words, and the figures in which `peers_ratios` compares it."""
 
 
 PeerRows = dict[tuple[str, str, int], dict[int, dict[str, dict[str, Any]]]]
@@ -969,21 +968,26 @@ def peers_ratios() -> str:
     who, found = _peers()
     counts = sorted({count for by_rows in found.values() for count in by_rows})
     lines, ratios = [], list[float]()
-    for ((part, weights, drafts), by_rows), (of_part, figure, words) in product(found.items(), COMPARED):
-        of_rows = [
-            _times_faster(figure, by_rows.get(count, {})) if part == of_part else None for count in counts
-        ]
-        if any(of_rows):
-            cards = dict.fromkeys(_card(of) for of in by_rows.values() if _times_faster(figure, of))
+    for (part, weights, drafts), by_rows in found.items():
+        words, figures = COMPARED[part]
+        of_rows = {
+            count: of_count
+            for count, of in by_rows.items()
+            if (of_count := [ratio for figure in figures if (ratio := _times_faster(figure, of))])
+        }
+        if of_rows:
+            cards = dict.fromkeys(_card(by_rows[count]) for count in of_rows)
             what = f"{words}, {PEER_WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
-            what += f", {' and '.join(cards)}"
-            cells = (ratio and (f"**{ratio:.2f}**" if ratio < 1 else fixed(ratio, 2)) for ratio in of_rows)
-            lines.append([what, *cells])
-            ratios += [ratio for ratio in of_rows if ratio]
+            cells = {
+                count: ", ".join(f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}" for ratio in of_count)
+                for count, of_count in of_rows.items()
+            }
+            lines.append([f"{what}, {' and '.join(cards)}", *map(cells.get, counts)])
+            ratios += chain.from_iterable(of_rows.values())
     wins = sum(ratio < 1 for ratio in ratios)
     return sentences(
-        f"{who}; GLM-4.7-Flash's shape with random weights. How many times as fast as vLLM this package is: vLLM is "
-        f"faster in {wins} of {len(ratios)} cases, in bold."
+        f"{who}; GLM-4.7-Flash's shape with random weights. Speed relative to vLLM, which is faster in {wins} of "
+        f"{len(ratios)} cases, in bold."
     ) + table(["rows", *counts], lines)
 
 
@@ -1004,7 +1008,7 @@ def peers() -> str:
         heads = [f"{system}: {name}" for system in ("vLLM", "ours") for name in names.values()]
         if lines:
             text += f"\n{part.capitalize()}:\n" + table(
-                ["weights", "drafts", "rows", "card", "ours is faster, times", *heads], lines
+                ["weights", "drafts", "rows", "card", "speed-up", *heads], lines
             )
     return text
 

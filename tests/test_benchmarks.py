@@ -218,8 +218,7 @@ def test_ratios_beside_vllm_mark_the_cases_that_it_wins(monkeypatch: pytest.Monk
         "\n| rows | 1 | 8 |\n| --- | --- | --- |\n"
         "| a step, bfloat16, 3 drafts, H100 | 2.50 | - |\n"
         "| first tokens of prompts, bfloat16, H100 | **0.90** | - |\n"
-        "| tokens/s of a server, FP8, H100 | - | **0.80** |\n"
-        "| 99th percentile of the time between its tokens, FP8, H100 | - | 1.00 |\n"
+        "| a server: tokens/s, 99th percentile between tokens, FP8, H100 | - | **0.80**, 1.00 |\n"
     )
     whole = tables.peers()
     assert "| bfloat16 | 0 | 8 | H100 | - | - | - | - | - | 11.0 | 10.0 | 1 | 9.5 |" in whole
