@@ -173,17 +173,18 @@ def _experts(
         columns; else products have the precision of x.
     """
     sizes = validate.Layouts()
-    of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"
+    given = {"x": x, "w_down": w_down, "w_gate_up": w_gate_up, "topk_weights": topk_weights}
+    weights = {"w_down": "experts, hidden, intermediate", "w_gate_up": "experts, 2 * intermediate, hidden"}
     if gate_up_scale is not None or down_scale is not None:
-        sizes.floats(x=(x, "tokens, hidden"))
-        sizes.check("w_down", w_down, of_down, like=x)
-        sizes.check("w_gate_up", w_gate_up, of_gate_up, like=x)
+        sizes.tensors({"x": "tokens, hidden"}, given)
+        for name, layout in weights.items():
+            sizes.check(name, given[name], layout, like=x)
         fp8.check("w_gate_up", w_gate_up, "gate_up_scale", gate_up_scale, halves=2)
         fp8.check("w_down", w_down, "down_scale", down_scale)
     else:
-        sizes.floats(x=(x, "tokens, hidden"), w_down=(w_down, of_down), w_gate_up=(w_gate_up, of_gate_up))
+        sizes.tensors({"x": "tokens, hidden"} | weights, given)
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
-    sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
+    sizes.tensors({"topk_weights": "tokens, topk"}, given, like=x)
     if row_lens is not None:
         sizes.check("row_lens", row_lens, "rows", dtype=torch.int32, like=x)
         validate.whole_number("q_len", q_len, 1)
