@@ -20,6 +20,7 @@ from mla_compile.caches import CacheSpec
 from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.models.eagle3 import check_head, load_head
+from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.ngram import lookup_drafts
@@ -185,10 +186,15 @@ class LayerDrafter(nn.Module):
         q_len: int,
     ) -> Tensor:
         """The layer at `q_len` positions per row, `q_lens` `[rows]` of them valid: `[rows * q_len, hidden_size]`."""
-        batch, positions = state.decode_batch(
-            num_cached, q_lens, q_len, page_size=self.page_size, backend=self.decode_backend
+        segment, positions = decode_segment(
+            num_cached,
+            state.block_table,
+            q_len=q_len,
+            page_size=self.page_size,
+            q_lens=q_lens,
+            backend=self.decode_backend,
         )
-        return self.run(next_token_ids, hidden, positions, batch)
+        return self.run(next_token_ids, hidden, positions, MLABatch(segment))
 
 
 class MtpDrafter(LayerDrafter):
