@@ -30,11 +30,10 @@ class _GraphProxy(Proxy):
 class _Emitter(GraphAppendingTracer):
     """Gives every new node its `example_value` and the provenance of the node that it replaces."""
 
-    def __init__(self, graph: fx.Graph, shared: dict[Any, fx.Node]) -> None:
-        super().__init__(graph)
-        self.shared = shared
+    def __init__(self, origin: fx.Node, shared: dict[Any, fx.Node]) -> None:
+        super().__init__(origin.graph)
+        self.origin, self.shared = origin, shared
         self.emitted: list[fx.Node] = []
-        self.origin: fx.Node
 
     def proxy(self, node: fx.Node) -> Proxy:
         return _GraphProxy(node, self)
@@ -134,8 +133,7 @@ def inline(
     Returns the function's result with nodes for proxies. `shared` keeps nodes that later calls may reuse.
     """
     graph = origin.graph
-    emitter = _Emitter(graph, {} if shared is None else shared)
-    emitter.origin = origin
+    emitter = _Emitter(origin, {} if shared is None else shared)
     with graph.inserting_before(origin):
         result: Any = function(*fx.node.map_aggregate(args, emitter.wrap))
     nodes = fx.node.map_aggregate(result, _unwrap)
