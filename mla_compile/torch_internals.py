@@ -600,11 +600,8 @@ def _passed_on() -> Callable[..., MLAError]:
         def remove_dynamo_frames(self) -> "PassedOn":
             return self.with_traceback(None)
 
-    PassedOn.__name__, PassedOn.__qualname__, PassedOn.__module__ = (
-        "MLAError",
-        "MLAError",
-        MLAError.__module__,
-    )
+    PassedOn.__name__ = PassedOn.__qualname__ = "MLAError"
+    PassedOn.__module__ = MLAError.__module__
     return PassedOn
 
 
