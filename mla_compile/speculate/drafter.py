@@ -224,8 +224,7 @@ class Eagle3Drafter(LayerDrafter):
         super().__init__(settings)
         assert settings.drafter_model is not None  # `EngineConfig` checks it
         target: Any = settings.model
-        dtype = settings.model.cache_specs()[0].dtype
-        self.head, self.aux_layers = load_head(settings.drafter_model, target, dtype=dtype)
+        self.head, self.aux_layers = load_head(settings.drafter_model, target)
         self.decode_backend = None  # the engine's serves the target's widths, perhaps not the head's
         self.embed: Callable[[Tensor], Tensor] = self.head.embed_tokens or target.embed
 
@@ -267,8 +266,7 @@ class NgramDrafter(nn.Module):
 
 def _sizes_of_head(drafter_model: str | Path, model: Target) -> tuple[int, int]:
     """See `DrafterKind.sizes`; no weight is read."""
-    dtype = model.cache_specs()[0].dtype
-    head, _ = load_head(drafter_model, model, dtype=dtype, on_meta=True)
+    head, _ = load_head(drafter_model, model, on_meta=True)
     weights = sum(weight.nbytes for weight in head.parameters())
     return weights, sum(spec.bytes_per_token for spec in head.cache_specs())
 
