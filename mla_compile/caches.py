@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mla_compile.defaults import KvCacheDtype
 from mla_compile.errors import MLAError
 from mla_compile.latents import BLOCK, FP8, fp8_width
-from mla_compile.torch_internals import mark_cache
+from mla_compile.torch_internals import mark_state_tensor
 
 Owner = Literal["target", "drafter"]
 
@@ -96,5 +96,5 @@ def allocate(specs: Iterable[CacheSpec], num_pages: int, page_size: int) -> None
         shape = num_pages * spec.heads, page_size, spec.width
         cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
         if not isinstance(spec.layer, nn.Module):  # a module's buffers have static addresses already
-            mark_cache(cache)
+            mark_state_tensor(cache)
         spec.layer.kv_cache = cache

@@ -284,12 +284,6 @@ def know_least_sizes(example_inputs: Sequence[Any]) -> None:
             torch._check(shape_env.create_symintnode(symbol, hint=None) >= least)
 
 
-def mark_cache(tensor: torch.Tensor) -> None:
-    """Mark a cache's address and sizes as static, which torch assumes only for a module's buffers."""
-    torch._dynamo.mark_static_address(tensor, guard=False)
-    torch._dynamo.mark_static(tensor)
-
-
 def adjacent_tensors(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor], tuple[int, ...]]:
@@ -606,11 +600,8 @@ def _passed_on() -> Callable[..., MLAError]:
         def remove_dynamo_frames(self) -> "PassedOn":
             return self.with_traceback(None)
 
-    PassedOn.__name__, PassedOn.__qualname__, PassedOn.__module__ = (
-        "MLAError",
-        "MLAError",
-        MLAError.__module__,
-    )
+    PassedOn.__name__ = PassedOn.__qualname__ = "MLAError"
+    PassedOn.__module__ = MLAError.__module__
     return PassedOn
 
 

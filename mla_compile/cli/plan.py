@@ -99,16 +99,12 @@ def print_plan(request: PlanRequest) -> bool:
     if request.expert_parallel and request.gpus == 1:
         raise MLAError("--expert-parallel", "more than one GPU", "--gpus 1", "add --gpus 2 or more")
     plan = request.plan()
-    for line in (*_head(request), *_table(request, plan)):
-        typer.echo(line)
+    typer.echo("\n".join([*_head(request), *_table(request, plan)]))
     if plan.fits(request.usable):
-        for line in _room(request, plan):
-            typer.echo(line)
+        typer.echo("\n".join(_room(request, plan)))
         return True
     typer.echo(f"It does not fit: {_gb(plan.total - request.usable)} too much. What fits:")
-    found = list(_remedies(request)) or ["  no single change is enough"]
-    for line in found:
-        typer.echo(line)
+    typer.echo("\n".join(_remedies(request)) or "  no single change is enough")
     return False
 
 

@@ -91,11 +91,7 @@ class Steps:
 
     def whole(self, *, sampled: bool, prompts: bool) -> StepCall:
         """A step without the host between its parts."""
-        step: StepCall = self._steps[sampled]
-        if not prompts:
-            step = self._capturing(_kind(sampled), step)
-        elif self.compiles_prompts:
-            step = self._capturing(f"mixed, {_kind(sampled)}", step)
+        step: StepCall = self._capturing(_kind(sampled), self._steps[sampled], prompts=prompts)
         return step if self.around is None else self.around(step, self._decoders[sampled])
 
     def uncaptured(self, *, sampled: bool) -> StepCall:
@@ -111,12 +107,9 @@ class Steps:
         self, state: DecodeState, packed: PackedChunks | None = None, *, sampled: bool
     ) -> tuple[Tensor, ForwardOutput]:
         """See `SpeculativeDecoder.verify`; the next replay overwrites what it returns."""
-        call: Callable[..., tuple[Tensor, ForwardOutput]] = self._verify
-        if packed is None:
-            call = self._capturing(f"{VERIFY}, {_kind(sampled)}", call)
-        elif self.compiles_prompts:
-            call = self._capturing(f"mixed, {VERIFY}, {_kind(sampled)}", call)
-        return call(state, packed)
+        call = self._capturing(f"{VERIFY}, {_kind(sampled)}", self._verify, prompts=packed is not None)
+        found: tuple[Tensor, ForwardOutput] = call(state, packed)
+        return found
 
     def _verify(self, state: DecodeState, packed: PackedChunks | None) -> tuple[Tensor, ForwardOutput]:
         method, state = self._decoders[False].verify, state.without_counts
@@ -198,10 +191,13 @@ class Steps:
         self._calls[name] = compiled
         return result
 
-    def _capturing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Captures.measured`; `name` identifies the call, which is wrapped once."""
+    def _capturing(self, name: str, call: Callable[..., Any], *, prompts: bool = False) -> Callable[..., Any]:
+        """See `Captures.measured`; `name` identifies the call, which is wrapped once. prompts: whether it runs some."""
         if self._config.compile is False or self.compiles_in_background:
             return call
+        if prompts and not self.compiles_prompts:  # it is eager for now
+            return call
+        name = f"mixed, {name}" if prompts else name
         if name not in self._measured:
             self._measured[name] = self._captures.measured(name, call)
         return self._measured[name]

@@ -19,15 +19,15 @@ WRAPPERS = {"kimi_k25": "language_model."}
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
 """The families with an indexer, and whether the rotated pairs of its queries and keys are adjacent."""
 
+_SIGMOID: dict[str, object] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # Settings that change the computation and have one value in every published checkpoint, also the default of a config
 # without the setting. DeepSeek's own code and transformers disagree on a normalised softmax routing.
 _ONLY_VALUE: dict[str, dict[str, object]] = {
     "": {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1},
     "deepseek_v2": {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
-    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v3": _SIGMOID,
     "deepseek_v32": {
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **_SIGMOID,
         "rope_interleave": True,
         "indexer_rope_interleave": False,
         # Its layers share no selection.
@@ -35,13 +35,8 @@ _ONLY_VALUE: dict[str, dict[str, object]] = {
         "index_topk_freq": 1,
         "index_topk_pattern": None,
     },
-    "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "glm_moe_dsa": {
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_interleave": True,
-        "indexer_rope_interleave": True,
-    },
+    "glm4_moe_lite": _SIGMOID,
+    "glm_moe_dsa": {**_SIGMOID, "rope_interleave": True, "indexer_rope_interleave": True},
 }
 
 

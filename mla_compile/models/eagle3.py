@@ -138,14 +138,12 @@ class Eagle3Head(nn.Module):
         return F.pad(logits, (0, 1), value=-torch.inf).index_select(-1, self.place)
 
 
-def load_head(
-    path: str | Path, model: Any, *, dtype: torch.dtype, on_meta: bool = False
-) -> tuple[Eagle3Head, tuple[int, ...]]:
-    """The head in a directory for a target, and the target's layers whose outputs it reads.
+def load_head(path: str | Path, model: Any, *, on_meta: bool = False) -> tuple[Eagle3Head, tuple[int, ...]]:
+    """The head in a directory for a target, in the target's dtype, and the target's layers whose outputs it reads.
 
     path: the head's directory, or ORG/NAME of one in the local Hugging Face cache.
-    model: the target, with `hidden_size`, `vocab_size`, `num_aux_layers`, `device` and, for a head without embeddings,
-        `embed`.
+    model: the target, with `hidden_size`, `vocab_size`, `num_aux_layers`, `device`, `cache_specs` and, for a head
+        without embeddings, `embed`.
     on_meta: leave the head on the meta device and read no weight, as if the target were there.
 
     Raises:
@@ -168,7 +166,7 @@ def load_head(
     with torch.device("meta"):
         head = Eagle3Head(
             config, len(layers), has_embedding=has_embedding, maps_ids=maps_ids, parallel=parallel
-        ).to(dtype)
+        ).to(model.cache_specs()[0].dtype)
     layer = next((each for each in _LAYER if any(name.startswith(each) for name in files.entries)), _LAYER[0])
 
     def parameters() -> Iterator[tuple[str, nn.Parameter]]:

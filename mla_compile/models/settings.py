@@ -58,17 +58,16 @@ _TEXTS = Rule(
     f"a list of at most {_MAX_LAYERS} texts",
     lambda value: _is_list(value, _MAX_LAYERS, lambda each: type(each) is str),
 )
-_LAYER_TYPES = _or_null(
-    Rule(
-        f"a list of at most {_MAX_LAYERS} of 'dense' and 'sparse'",
-        lambda value: _is_list(value, _MAX_LAYERS, lambda kind: kind in ("dense", "sparse")),
-    )
-)
 
-_INDEXER_TYPES = Rule(
-    f"a list of at most {_MAX_LAYERS} of 'full' and 'shared'",
-    lambda value: _is_list(value, _MAX_LAYERS, lambda kind: kind in ("full", "shared")),
-)
+
+def _kinds_of_layers(one: str, other: str) -> Rule:
+    return Rule(
+        f"a list of at most {_MAX_LAYERS} of {one!r} and {other!r}",
+        lambda value: _is_list(value, _MAX_LAYERS, lambda kind: kind in (one, other)),
+    )
+
+
+_INDEXER_TYPES = _kinds_of_layers("full", "shared")
 _INDEXER_PATTERN = Rule(
     f"a text of at most {_MAX_LAYERS} F and S, or {_INDEXER_TYPES.expected}",
     lambda value: (
@@ -100,7 +99,7 @@ SETTINGS: dict[str, Rule] = {
     "n_group": _or_null(_integer(1, 2**16)),
     "topk_group": _or_null(_integer(1, 2**16)),
     "first_k_dense_replace": _integer(0, _MAX_LAYERS),
-    "mlp_layer_types": _LAYER_TYPES,
+    "mlp_layer_types": _or_null(_kinds_of_layers("dense", "sparse")),
     "norm_topk_prob": _or_null(FLAG),
     "routed_scaling_factor": _number(1e-4, 1e4),
     "rms_norm_eps": _number(1e-12, 1),  # 0 turns a vector of zeros into NaN

@@ -18,6 +18,7 @@ no aliasing, so every op has an `opcheck` test.
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -167,8 +168,8 @@ def _reader(
             return lambda args: args[i].shape[dim]
         if fact in ("dtype", f"{name}.dtype"):
             return lambda args: args[i].dtype
-        if fact.startswith(f"{name}.stride("):
-            dim = int(fact.removeprefix(f"{name}.stride(").removesuffix(")"))
+        if stride := re.fullmatch(rf"{name}\.stride\((\d)\)", fact):
+            dim = int(stride[1])
             return lambda args: None if args[i] is None else args[i].stride(dim)
     return None
 

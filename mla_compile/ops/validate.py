@@ -48,15 +48,11 @@ class Layouts:
         self._sizes: dict[str, int] = {}
         self._first: dict[str, str] = {}  # the first argument with this name in its layout
 
-    def floats(self, *, like: Tensor | None = None, **tensors: tuple[Tensor, str]) -> None:
-        """Check float tensors: all have the first one's dtype, and the device of `like`, by default the first one's."""
-        layouts = {name: layout for name, (_, layout) in tensors.items()}
-        self.tensors(layouts, {name: x for name, (x, _) in tensors.items()}, like)
-
     def tensors(
         self, layouts: Mapping[str, str], given: Mapping[str, Any], like: Tensor | None = None
     ) -> None:
-        """Check the arguments in `given` that have a layout, and that all are on one device, that of `like`.
+        """Check the arguments in `given` that have a layout, and that all are on one device: that of `like`, by default
+        the first one's.
 
         A layout without a dtype means the float dtype of the first tensor; "float" means any float dtype.
         """
@@ -388,8 +384,7 @@ def is_batch(batch: object) -> None:
 
 def batch(batch: MLABatch, q: Tensor, kv_cache: Tensor, name: str = "q_nope") -> None:
     """Check that a batch has as many tokens as the queries (`name`), and that its rows fit the cache and each other."""
-    queries: dict[str, Any] = {name: (q, "tokens, heads, width"), "kv_cache": (kv_cache, PAGED)}
-    Layouts().floats(**queries)
+    Layouts().tensors({name: "tokens, heads, width", "kv_cache": PAGED}, {name: q, "kv_cache": kv_cache})
     page_size(batch.page_size, kv_cache)
     expected = 0
     if batch.decode is not None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from mla_compile.ops.materialize import materialize_op
 from mla_compile.passes.effects import made_of, may_write, memory
-from mla_compile.passes.emit import copy_provenance, fake_mode_of, set_example_value
+from mla_compile.passes.emit import copy_provenance, set_example_value
 from mla_compile.passes.nodes import is_tensor, namespace_of, tensor_of
 from mla_compile.torch_internals import overload_of, statically_known_true
 
@@ -50,11 +50,11 @@ def materialize(nodes: Iterable[fx.Node]) -> None:
         with node.graph.inserting_after(node), torch.no_grad():
             kept = node.graph.call_function(materialize_op, (node,))
             copy_provenance(node, kept)
-            set_example_value(kept, fake_mode_of(node))
+            set_example_value(kept)
         node.replace_all_uses_with(kept)
         kept.args = (node,)
         for view in views:  # they share the memory of their new base
-            set_example_value(view, fake_mode_of(view))
+            set_example_value(view)
 
 
 def _is_computed(node: fx.Node) -> bool:

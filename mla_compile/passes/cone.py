@@ -266,7 +266,7 @@ def _symbols(node: fx.Node) -> set[Any]:
     sizes: list[Any] = []
     for value in values_of(node):
         sizes += value.shape if isinstance(value, Tensor) else [value]
-    return set().union(*map(symbols_of, sizes)) if sizes else set()
+    return set().union(*map(symbols_of, sizes))
 
 
 def _described(value: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
-from mla_compile.passes.nodes import value_of, values_of
+from mla_compile.passes.nodes import value_of, values_of, with_arguments
 
 _SHARED = (torch.cat, torch.ops.aten.sym_size.int)
 """Emitted once per pass and argument list: every layer needs the same sizes and the same joined slots."""
@@ -30,11 +30,10 @@ class _GraphProxy(Proxy):
 class _Emitter(GraphAppendingTracer):
     """Gives every new node its `example_value` and the provenance of the node that it replaces."""
 
-    def __init__(self, graph: fx.Graph, shared: dict[Any, fx.Node]) -> None:
-        super().__init__(graph)
-        self.shared = shared
+    def __init__(self, origin: fx.Node, shared: dict[Any, fx.Node]) -> None:
+        super().__init__(origin.graph)
+        self.origin, self.shared = origin, shared
         self.emitted: list[fx.Node] = []
-        self.origin: fx.Node
 
     def proxy(self, node: fx.Node) -> Proxy:
         return _GraphProxy(node, self)
@@ -81,9 +80,18 @@ def copy_provenance(source: fx.Node, node: fx.Node) -> None:
             node.meta[key] = source.meta[key]
 
 
-def set_example_value(node: fx.Node, fake_mode: Any) -> None:
-    """Compute `node.meta["example_value"]`; without it AOTAutograd bypasses its cache."""
-    node.meta["example_value"] = example_value(node, fake_mode)
+def set_example_value(node: fx.Node, fake_mode: Any = None) -> None:
+    """Compute `node.meta["example_value"]`; without it AOTAutograd bypasses its cache.
+
+    fake_mode: by default that of the node.
+    """
+    node.meta["example_value"] = example_value(node, fake_mode or fake_mode_of(node))
+
+
+def change_arguments(node: fx.Node, **changed: Any) -> None:
+    """Change some arguments of an op's call, and compute its example value again."""
+    node.args, node.kwargs = with_arguments(node, **changed)
+    set_example_value(node)
 
 
 def example_value(
@@ -125,8 +133,7 @@ def inline(
     Returns the function's result with nodes for proxies. `shared` keeps nodes that later calls may reuse.
     """
     graph = origin.graph
-    emitter = _Emitter(graph, {} if shared is None else shared)
-    emitter.origin = origin
+    emitter = _Emitter(origin, {} if shared is None else shared)
     with graph.inserting_before(origin):
         result: Any = function(*fx.node.map_aggregate(args, emitter.wrap))
     nodes = fx.node.map_aggregate(result, _unwrap)

@@ -32,7 +32,7 @@ from mla_compile.ops.linear.fp8 import is_one_matrix
 from mla_compile.ops.linear.fp8_linear import fp8_linear_op
 from mla_compile.ops.linear.matmul import FUSED_LINEAR, MAX_FEW, fused_linear_op
 from mla_compile.passes.effects import at_once, erase_dead
-from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
+from mla_compile.passes.emit import inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
@@ -163,7 +163,7 @@ def _join(first: fx.Node, second: fx.Node) -> str:
     for product, part in zip((first, second), parts):
         product.replace_all_uses_with(part)
     for view in views:
-        set_example_value(view, fake_mode_of(view))
+        set_example_value(view)
     return f"a product with {where(before)}"
 
 

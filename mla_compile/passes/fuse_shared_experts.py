@@ -25,16 +25,8 @@ from mla_compile.ops.dispatch import first_serves
 from mla_compile.ops.experts.moe import MOE_EXPERTS, moe_experts_op, shared_fits
 from mla_compile.passes.cone import Recognition, cut
 from mla_compile.passes.effects import writer_between
-from mla_compile.passes.emit import fake_mode_of, set_example_value
-from mla_compile.passes.nodes import (
-    is_call,
-    is_tensor,
-    only_user,
-    op_arguments,
-    tensor_of,
-    torch_name,
-    with_arguments,
-)
+from mla_compile.passes.emit import change_arguments
+from mla_compile.passes.nodes import is_call, is_tensor, only_user, op_arguments, tensor_of, torch_name
 from mla_compile.passes.recognise import mlp
 from mla_compile.passes.rewrite import Refusal, first_match, rewrite
 
@@ -89,8 +81,7 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
     sources = (source for source in _before_views(given["x"]) if source < other)
     weights = first_match(sources, weights_of, "the other summand is computed from something else")
     names = [f"shared_{name}{suffix}" for suffix in ("", "_scale") for name in ("gate", "up", "down")]
-    experts.args, experts.kwargs = with_arguments(experts, **dict(zip(names, weights, strict=False)))
-    set_example_value(experts, fake_mode_of(experts))
+    change_arguments(experts, **dict(zip(names, weights, strict=False)))
     total.replace_all_uses_with(routed)
     return f"{tensor_of(weights[0]).shape[0]} columns of shared experts"
 

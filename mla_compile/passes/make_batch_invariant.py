@@ -36,7 +36,7 @@ from mla_compile.ops.library import FLAG
 from mla_compile.ops.linear.matmul import batch_invariant_matmul_op as matmul_op
 from mla_compile.ops.linear.matmul import matmul_by_head_op
 from mla_compile.ops.reductions.last_dim import row_sum_op
-from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
+from mla_compile.passes.emit import change_arguments, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
@@ -45,7 +45,6 @@ from mla_compile.passes.nodes import (
     tensor_of,
     value_of,
     values_of,
-    with_arguments,
 )
 from mla_compile.passes.provenance import where
 from mla_compile.torch_internals import overload_of, statically_known_true
@@ -116,10 +115,9 @@ def _set_flag(node: fx.Node, target: Any) -> None:
         raise _refused(node, f"the op {target}", "use a model without an indexer")
     if target is matmul_by_head_op:
         node.target = matmul_op  # it has the same arguments
-        set_example_value(node, fake_mode_of(node))
+        set_example_value(node)
     elif FLAG in op_arguments(node):
-        node.args, node.kwargs = with_arguments(node, **{FLAG: True})
-        set_example_value(node, fake_mode_of(node))  # raises if a named backend is not batch-invariant
+        change_arguments(node, **{FLAG: True})  # raises if a named backend is not batch-invariant
 
 
 # --- products

@@ -22,8 +22,8 @@ from mla_compile.ops.attention.decode import decode_op, decode_plan_op
 from mla_compile.ops.attention.decode_backends import QUERY_ROWS, decode_call, select_backend
 from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.ops.attention.operands import DecodeOperands
-from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
-from mla_compile.passes.nodes import calls, op_arguments, value_of, with_arguments
+from mla_compile.passes.emit import change_arguments, inline
+from mla_compile.passes.nodes import calls, op_arguments, value_of
 
 # The unified op is left only if the user's passes do not split it.
 _NAMED_BY = {decode_op: "backend", attention_op: "decode_backend"}
@@ -46,7 +46,7 @@ def plan_decode(
     for op, name in _NAMED_BY.items():
         for node in calls(gm.graph, op) if backend is not None else ():
             if op_arguments(node)[name] is None:
-                _change(node, **{name: backend})
+                change_arguments(node, **{name: backend})
     plans: dict[str, Any] = {}
     for node in calls(gm.graph, decode_op):
         given = op_arguments(node)
@@ -67,10 +67,5 @@ def plan_decode(
         key = str((operands[3:], sizes, values.q_latent.dtype, chosen.name))
         if key not in plans:
             plans[key] = inline(node, decode_plan_op, (*operands, len(plans), requested))
-        _change(node, plan=plans[key])
+        change_arguments(node, plan=plans[key])
     return gm
-
-
-def _change(node: fx.Node, **arguments: Any) -> None:
-    node.args, node.kwargs = with_arguments(node, **arguments)
-    set_example_value(node, fake_mode_of(node))

@@ -33,7 +33,7 @@ from mla_compile.ops.dispatch import first_serves
 from mla_compile.passes.angles import are_alike, cos_and_sin, materialize
 from mla_compile.passes.cone import Cone, Recognition, cut, made_of_both
 from mla_compile.passes.effects import made_of, memory, writer_between
-from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
+from mla_compile.passes.emit import inline, set_example_value
 from mla_compile.passes.nodes import (
     argument,
     calls,
@@ -204,7 +204,7 @@ def _replace(match: _Match) -> fx.Node:
     queries, same = inline(result, rotated, (cone.source, rotation.angles(cone)))
     result.replace_all_uses_with(same)
     for view in views:
-        set_example_value(view, fake_mode_of(view))
+        set_example_value(view)
     return queries
 
 

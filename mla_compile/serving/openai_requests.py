@@ -21,7 +21,6 @@ from mla_compile.serving.openai_bodies import (
     REFUSED,
     ChatBody,
     CompletionBody,
-    Message,
     SamplingBody,
     TokenizeBody,
     mistake,
@@ -128,7 +127,7 @@ def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: Mod
     params = _params(asked, (asked.top_logprobs or 0) if asked.logprobs else None, limits)
     if params.n > limits.max_choices:
         raise BadField("n", f"expected at most {limits.max_choices}, got {params.n}")
-    prompt = _encode_chat(tokenizer, asked, asked.messages)
+    prompt = _encode_chat(tokenizer, asked)
     wanted = asked.max_tokens or asked.max_completion_tokens or limits.max_model_len
     return _asked(asked, params, [prompt], wanted, limits)
 
@@ -143,7 +142,7 @@ def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits:
     if asked.prompt is not None and asked.messages is None:
         return _encode(tokenizer, asked.prompt, "prompt", special=asked.add_special_tokens)
     if asked.messages is not None and asked.prompt is None:
-        return _encode_chat(tokenizer, asked, asked.messages)
+        return _encode_chat(tokenizer, asked)
     raise BadField("prompt", "expected one of prompt and messages")
 
 
@@ -265,9 +264,7 @@ def _decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], name: st
         raise _refused_by("tokenizer", name, error) from None
 
 
-def _encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", asked: ChatBody | TokenizeBody, messages: list[Message]
-) -> list[int]:
+def _encode_chat(tokenizer: "PreTrainedTokenizerBase", asked: ChatBody | TokenizeBody) -> list[int]:
     """The tokens of the template's text. A template writes its own BOS, so none is added unless asked for."""
     if tokenizer.chat_template is None:
         hint = "use /v1/completions, or start the server with --chat-template FILE"
@@ -275,9 +272,8 @@ def _encode_chat(
     continues, begins = bool(asked.continue_final_message), asked.add_generation_prompt
     if continues and begins:
         raise BadField("add_generation_prompt", "expected false with continue_final_message, got true")
-    given = [
-        message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
-    ]
+    names = {"role", "content", "name"}
+    given = [message.model_dump(include=names, exclude_none=True) for message in asked.messages or ()]
     try:
         variables = template_variables(tokenizer, asked.chat_template_kwargs or {}, asked.reasoning_effort)
         text = tokenizer.apply_chat_template(

@@ -20,6 +20,7 @@ from mla_compile.caches import CacheSpec
 from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.models.eagle3 import check_head, load_head
+from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.ngram import lookup_drafts
@@ -185,10 +186,15 @@ class LayerDrafter(nn.Module):
         q_len: int,
     ) -> Tensor:
         """The layer at `q_len` positions per row, `q_lens` `[rows]` of them valid: `[rows * q_len, hidden_size]`."""
-        batch, positions = state.decode_batch(
-            num_cached, q_lens, q_len, page_size=self.page_size, backend=self.decode_backend
+        segment, positions = decode_segment(
+            num_cached,
+            state.block_table,
+            q_len=q_len,
+            page_size=self.page_size,
+            q_lens=q_lens,
+            backend=self.decode_backend,
         )
-        return self.run(next_token_ids, hidden, positions, batch)
+        return self.run(next_token_ids, hidden, positions, MLABatch(segment))
 
 
 class MtpDrafter(LayerDrafter):
@@ -218,8 +224,7 @@ class Eagle3Drafter(LayerDrafter):
         super().__init__(settings)
         assert settings.drafter_model is not None  # `EngineConfig` checks it
         target: Any = settings.model
-        dtype = settings.model.cache_specs()[0].dtype
-        self.head, self.aux_layers = load_head(settings.drafter_model, target, dtype=dtype)
+        self.head, self.aux_layers = load_head(settings.drafter_model, target)
         self.decode_backend = None  # the engine's serves the target's widths, perhaps not the head's
         self.embed: Callable[[Tensor], Tensor] = self.head.embed_tokens or target.embed
 
@@ -261,8 +266,7 @@ class NgramDrafter(nn.Module):
 
 def _sizes_of_head(drafter_model: str | Path, model: Target) -> tuple[int, int]:
     """See `DrafterKind.sizes`; no weight is read."""
-    dtype = model.cache_specs()[0].dtype
-    head, _ = load_head(drafter_model, model, dtype=dtype, on_meta=True)
+    head, _ = load_head(drafter_model, model, on_meta=True)
     weights = sum(weight.nbytes for weight in head.parameters())
     return weights, sum(spec.bytes_per_token for spec in head.cache_specs())
 

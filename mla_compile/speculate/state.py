@@ -6,9 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
-from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from mla_compile.torch_internals import is_marked, mark_state_tensor, with_shape
 
@@ -162,20 +160,6 @@ class DecodeState:
         for tensor in self.tensors():
             torch._check(tensor.shape[0] == rows)
         return rows
-
-    def decode_batch(
-        self, num_cached: Tensor, q_lens: Tensor, q_len: int, *, page_size: int, backend: str | None
-    ) -> tuple[MLABatch, Tensor]:
-        """`q_len` tokens per row after `num_cached`, `q_lens` `[rows]` of them valid, as a batch, and the positions."""
-        segment, positions = decode_segment(
-            num_cached,
-            self.block_table,
-            q_len=q_len,
-            page_size=page_size,
-            q_lens=q_lens,
-            backend=backend,
-        )
-        return MLABatch(decode=segment), positions
 
     def tensors(self) -> list[Tensor]:
         return list(self.named().values())

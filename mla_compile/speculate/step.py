@@ -30,14 +30,13 @@ positions before it, but 0 x NaN is NaN. So tokens before s_j are emitted, and t
 step without drafts has no s_0, plain decoding would not have it either: the row ends.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from mla_compile.batch import ForwardOutput
+from mla_compile.batch import ForwardOutput, MLABatch
 from mla_compile.defaults import MAX_DRAFTS, DrafterName
 from mla_compile.errors import MLAError
+from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
@@ -116,19 +115,20 @@ class SpeculativeDecoder(nn.Module):
         with torch.no_grad():
             rows = state.num_rows()
             tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
-            batch, positions = state.decode_batch(
+            decode, positions = decode_segment(
                 state.num_cached,
-                self.query_lens(state),
-                self.k + 1,
+                state.block_table,
+                q_len=self.k + 1,
                 page_size=self.page_size,
+                q_lens=self.query_lens(state),
                 backend=self.decode_backend,
             )
-            tokens = tokens.view(-1)
+            batch, tokens = MLABatch(decode), tokens.view(-1)
             chunks = None if packed is None else packed.chunks(state)
             if chunks is not None:
                 tokens = torch.cat([tokens, chunks.token_ids])
                 positions = torch.cat([positions, chunks.positions])
-                batch = replace(batch, prefill=chunks.segment)
+                batch = MLABatch(decode, chunks.segment)
             output = self._checked(self.model(tokens, positions, batch, self.aux_layers))
             if chunks is not None:
                 output = self._begin_rows(state, chunks, output, positions)

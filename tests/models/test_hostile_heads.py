@@ -88,7 +88,7 @@ def check_config(path: Path, config: dict[str, Any], target: MLAForCausalLM, cha
     (path / "config.json").write_text(written(config, changes))
     start = time.process_time()
     try:
-        head, layers = load_head(path, target, dtype=torch.float32)
+        head, layers = load_head(path, target)
     except MLAError as error:
         message = str(error)
         assert "\n" not in message and len(message) < 2000

@@ -262,7 +262,8 @@ def test_checks_of_unbacked_sizes_add_no_guard(
 
 def test_a_layouts_words_are_sizes_in_any_place() -> None:
     sizes = validate.Layouts("batch.")
-    sizes.floats(x=(torch.ones(3, 8), "tokens, hidden"), w=(torch.ones(5, 8), "rank, hidden"))
+    given = {"x": torch.ones(3, 8), "w": torch.ones(5, 8)}
+    sizes.tensors({"x": "tokens, hidden", "w": "rank, hidden"}, given)
     sizes.check("cache", torch.ones(13, 16), "rank + hidden, 2 * hidden")
     sizes.check("shared", torch.ones(1, 4), "tokens or 1, tokens + 1")
     for name, shape, layout, message in (

@@ -206,7 +206,7 @@ def test_logits_in_float32_are_those_of_the_definition(
     copied: MLAForCausalLM, heads: Heads, version: str
 ) -> None:
     target, count = tiny_model(torch.float32), 11
-    head, layers = load_head(heads(version), target, dtype=torch.float32)
+    head, layers = load_head(heads(version), target)
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randint(VOCAB, (count,), generator=generator)
     aux = [torch.randn(count, 32, generator=generator) for _ in layers]

@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.integrations.transformers.cache import PagedLatentCache
 from mla_compile.ops.attention.segments import prefill_segment
-from mla_compile.torch_internals import mark_cache
+from mla_compile.torch_internals import mark_state_tensor
 
 Run = Callable[[Tensor, Tensor, MLABatch], Tensor]
 
@@ -86,7 +86,7 @@ class RecurrentStates:
             states = layer.conv_states[0], layer.recurrent_states[0]
             pools = tuple(state.new_zeros(count, *state.shape[1:]) for state in states)
             for pool in pools:
-                mark_cache(pool)
+                mark_state_tensor(pool)
             self._pools.append((pools[0], pools[1]))
 
     def _load(self, slots: Tensor) -> None:

@@ -97,6 +97,8 @@ class Planner(NamedTuple):
     like: Callable[[DecodeOperands], list[Tensor]]
 
 
+_WIDTHS = {"kv_lora_rank": range(512, 513), "qk_rope_head_dim": range(64, 65)}
+"""DeepSeek's, for which kernels for one kind of GPU are written."""
 _GLUON = DecodeBackend(
     name="gluon",
     description="loading and computing warps, for Hopper",
@@ -105,12 +107,7 @@ _GLUON = DecodeBackend(
     min_capability=(9, 0),
     max_capability=(9, 0),
     packages=("triton",),
-    constraints={
-        "dtype": (torch.bfloat16,),
-        "kv_cache.dtype": (torch.bfloat16, FP8),
-        "kv_lora_rank": range(512, 513),
-        "qk_rope_head_dim": range(64, 65),
-    },
+    constraints={"dtype": (torch.bfloat16,), "kv_cache.dtype": (torch.bfloat16, FP8), **_WIDTHS},
 )
 _TRITON = DecodeBackend(
     name="triton",
@@ -134,12 +131,7 @@ DECODE_BACKENDS = (
         # In 0.6.18 its causal mask is wrong where a tile of 64 or 128 query rows splits a token's heads.
         multi_token_heads=(16, 32, 64, 128),
         packages=("flashinfer",),
-        constraints={
-            "dtype": HALF,
-            "kv_cache.dtype": HALF,
-            "kv_lora_rank": range(512, 513),
-            "qk_rope_head_dim": range(64, 65),
-        },
+        constraints={"dtype": HALF, "kv_cache.dtype": HALF, **_WIDTHS},
     ),
     DecodeBackend(
         name="flash_mla",
@@ -153,8 +145,7 @@ DECODE_BACKENDS = (
         constraints={
             "dtype": HALF,
             "kv_cache.dtype": HALF,
-            "kv_lora_rank": range(512, 513),
-            "qk_rope_head_dim": range(64, 65),
+            **_WIDTHS,
             "page_size": range(64, 65),
             QUERY_ROWS: ("many",),
         },

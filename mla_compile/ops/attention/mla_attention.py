@@ -164,19 +164,9 @@ def mla_attention(
             only. Compiled code neither reads nor checks `seq_lens`, `block_table` and `host_lens` of prompt chunks.
     """
     segments, q_len, backend = segment_arguments(batch, q_nope, kv_cache)
+    tensors = q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv
     numbers = q_len, batch.page_size, softmax_scale, backend
-    arguments: tuple[Any, ...] = (
-        q_nope,
-        q_pe,
-        kv_c,
-        k_pe,
-        kv_cache,
-        w_uk,
-        w_uv,
-        *segments,
-        *numbers,
-        selected,
-    )
+    arguments: tuple[Any, ...] = *tensors, *segments, *numbers, selected
     return _attention(*arguments)
 
 

@@ -5,6 +5,7 @@ dtype, and a pass can move a gather of tokens above one op, but not above a sort
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,6 @@ MOE_EXPERTS = (
 
 @define_op(
     table=MOE_EXPERTS,
-    operands=ExpertOperands,
     facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, shared_gate=None, fp8_activations=False: {
         "dtype": x.dtype,
         "tokens": x.shape[0],
@@ -144,25 +144,7 @@ MOE_EXPERTS = (
     },
     name="moe_experts",
 )
-def _experts(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    row_lens: Tensor | None = None,
-    q_len: int = 1,
-    shared_gate: Tensor | None = None,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared_gate_scale: Tensor | None = None,
-    shared_up_scale: Tensor | None = None,
-    shared_down_scale: Tensor | None = None,
-    fp8_activations: bool = False,
-    batch_invariant: bool = False,
-) -> Tensor:
+def _experts(operands: ExpertOperands, batch_invariant: bool = False) -> Tensor:
     """row_lens: how many of each row's `q_len` tokens are valid, int32 `[rows]`; more than `q_len` means all. The rest
         of the first `rows * q_len` tokens is padding.
     shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, the
@@ -172,18 +154,21 @@ def _experts(
     fp8_activations: whether many tokens may be quantised to FP8 if the weights are FP8, each with a scale for 128
         columns; else products have the precision of x.
     """
+    x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
+    gate_up_scale, down_scale = operands.gate_up_scale, operands.down_scale
     sizes = validate.Layouts()
-    of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"
+    given = {"x": x, "w_down": w_down, "w_gate_up": w_gate_up, "topk_weights": topk_weights}
+    weights = {"w_down": "experts, hidden, intermediate", "w_gate_up": "experts, 2 * intermediate, hidden"}
     if gate_up_scale is not None or down_scale is not None:
-        sizes.floats(x=(x, "tokens, hidden"))
-        sizes.check("w_down", w_down, of_down, like=x)
-        sizes.check("w_gate_up", w_gate_up, of_gate_up, like=x)
+        sizes.tensors({"x": "tokens, hidden"}, given)
+        for name, layout in weights.items():
+            sizes.check(name, given[name], layout, like=x)
         fp8.check("w_gate_up", w_gate_up, "gate_up_scale", gate_up_scale, halves=2)
         fp8.check("w_down", w_down, "down_scale", down_scale)
     else:
-        sizes.floats(x=(x, "tokens, hidden"), w_down=(w_down, of_down), w_gate_up=(w_gate_up, of_gate_up))
+        sizes.tensors({"x": "tokens, hidden"} | weights, given)
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
-    sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
+    sizes.tensors({"topk_weights": "tokens, topk"}, given, like=x)
     if row_lens is not None:
         sizes.check("row_lens", row_lens, "rows", dtype=torch.int32, like=x)
         validate.whole_number("q_len", q_len, 1)
@@ -239,11 +224,12 @@ def moe_experts(
         rows = batch.decode
         # `seq_lens` also works: it is 0 for an inactive row and at least `q_len` for others.
         row_lens, q_len = rows.seq_lens if rows.q_lens is None else rows.q_lens, rows.q_len
-    return _experts(
+    arguments: tuple[Any, ...] = ExpertOperands(
         *(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len),
         gate_up_scale=gate_up_scale,
         down_scale=down_scale,
     )
+    return _experts(*arguments)
 
 
 def _dequantized_gate_up(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -135,7 +135,7 @@ def check_fp8_linear(
 ) -> None:
     """Check the arguments of `fp8_linear`."""
     sizes = validate.Layouts()
-    sizes.floats(x=(x, "tokens, k"))
+    sizes.check("x", x, "tokens, k")  # the ops' layouts have checked its dtype
     sizes.check("first", first, "n_first, k", like=x)
     fp8.check("first", first, "first_scale", first_scale)
     if second is not None:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_compile.ops import validate
 from mla_compile.ops.adjacent import lies_before, num_columns, one_matrix
 from mla_compile.ops.batch_invariant import product_by_row
 from mla_compile.ops.dispatch import (
@@ -77,12 +76,8 @@ BATCH_INVARIANT_MATMUL = (
 
 @define_op(
     table=BATCH_INVARIANT_MATMUL,
+    layouts={"x": "tokens, groups, k", "w": "groups, k, n"},
     facts=lambda x, w: {
-        "dtype": x.dtype,
-        "tokens": x.shape[0],
-        "groups": w.shape[0],
-        "k": w.shape[1],
-        "n": w.shape[2],
         "weights": "one matrix" if w.mT.is_contiguous() else "strided",
         "w.stride(1) or w.stride(2)": min(w.stride()[1:]),
         "bits in any batch": "equal" if cublas.has_same_bits(x, w) else "different",
@@ -106,8 +101,6 @@ def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
     Raises:
         MLAError: names the invalid argument.
     """
-    sizes = validate.Layouts()
-    sizes.floats(x=(x, "tokens, groups, k"), w=(w, "groups, k, n"))
     cublas.has_same_bits(x, w)  # probe now, while no CUDA graph is recorded
     return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
 
@@ -164,12 +157,14 @@ FUSED_LINEAR = (
 )
 
 
+LINEAR = {"x": "tokens, k", "first": "n_first, k", "second": "n_second, k or None"}
+"""The layouts of tokens and weights."""
+
+
 @define_op(
     table=FUSED_LINEAR,
-    facts=lambda x, first, second: {
-        "dtype": x.dtype,
-        "tokens": x.shape[0],
-        "k": x.shape[1],
+    layouts=LINEAR,
+    facts=lambda first, second: {
         "columns": num_columns(first, second),
         "weights": "one matrix" if is_one_matrix(first, second) else "two",
     },
@@ -194,21 +189,16 @@ def fused_linear(
     Raises:
         MLAError: names the invalid argument.
     """
-    check_linear(x, first, second, batch_invariant)
+    if batch_invariant:
+        probe_weights(x, first, second)
     return empty(x, (x.shape[0], num_columns(first, second)))
 
 
-def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invariant: bool) -> None:
-    """Check the arguments of `fused_linear`, and probe cuBLAS while no CUDA graph is recorded."""
-    sizes = validate.Layouts()
-    if second is None:
-        sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"))
-    else:
-        sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
-    if batch_invariant:
-        for weight in (first, second):
-            if weight is not None:
-                cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
+def probe_weights(x: Tensor, first: Tensor, second: Tensor | None) -> None:
+    """Probe cuBLAS for the weights of `fused_linear`, while no CUDA graph is recorded."""
+    for weight in (first, second):
+        if weight is not None:
+            cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
@@ -253,14 +243,8 @@ MATMUL_BY_HEAD = (
 
 @define_op(
     table=MATMUL_BY_HEAD,
-    facts=lambda x, w: {
-        "dtype": x.dtype,
-        "tokens": x.shape[0],
-        "heads": w.shape[0],
-        "k": w.shape[1],
-        "n": w.shape[2],
-        "w.stride(1) or w.stride(2)": min(w.stride()[1:]),
-    },
+    layouts={"x": "tokens, heads, k", "w": "heads, k, n"},
+    facts=lambda w: {"w.stride(1) or w.stride(2)": min(w.stride()[1:])},
 )
 def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
     """`out[t, h] = x[t, h] @ w[h]`, one matmul that writes the heads of a token adjacent in memory.
@@ -277,7 +261,6 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
     Raises:
         MLAError: names the invalid argument.
     """
-    validate.Layouts().floats(x=(x, "tokens, heads, k"), w=(w, "heads, k, n"))
     return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
 
 

@@ -14,9 +14,10 @@ from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, UNIT, triton, u
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.fp8_linear import check_fp8_linear, fp8_linear_op
-from mla_compile.ops.linear.matmul import check_linear, fused_linear_op, is_one_matrix
+from mla_compile.ops.linear.matmul import LINEAR, fused_linear_op, is_one_matrix, probe_weights
 from mla_compile.ops.linear.operands import NormLinearOperands
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op, rms_norm_op
+from mla_compile.ops.validate import Layouts
 
 MAX_TOKENS = 2
 """Most tokens that the Triton candidates take."""
@@ -81,7 +82,9 @@ def norm_linear(operands: NormLinearOperands, batch_invariant: bool = False) -> 
     """
     x, residual, _, _, first, first_scale, second, second_scale, _ = operands
     if first_scale is None:
-        check_linear(x, first, second, batch_invariant)
+        Layouts().tensors(LINEAR, operands._asdict())
+        if batch_invariant:
+            probe_weights(x, first, second)
     else:
         check_fp8_linear(x, first, first_scale, second, second_scale)
     tokens, k = x.shape
