@@ -5,7 +5,7 @@
 Each number is from a process of its own, from its start to the first characters of text: `mla-compile generate`;
 `mla_compile.generate` in a program and an accelerated model of transformers, which print 16 tokens at once; and
 `mla-compile serve`, whose `ready_s` is until `/ready` answers 200 and `first_s` until the first chunk of a completion.
-`whole_s` is until the end. All run the shipped model in float32. `--checkout` measures another checkout of the project.
+`whole_s` is until the end. All run the shipped model in float32.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row
 
 PROMPT = "In the beginning"
 LIBRARY = f"""
@@ -44,11 +44,11 @@ print(model.generate(**tokens, max_new_tokens=16, do_sample=False), flush=True)
 COMMAND = "from mla_compile.cli import main; main()"
 
 
-def first_output(arguments: list[str], env: dict[str, str], cwd: Path) -> dict[str, float]:
+def first_output(arguments: list[str], env: dict[str, str]) -> dict[str, float]:
     """A process that prints text: seconds to its first characters, and until it ends."""
     begin = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, *arguments], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
@@ -59,14 +59,14 @@ def first_output(arguments: list[str], env: dict[str, str], cwd: Path) -> dict[s
     return {"first_s": round(first, 2), "whole_s": round(time.perf_counter() - begin, 2)}
 
 
-def server(env: dict[str, str], cwd: Path) -> dict[str, float]:
+def server(env: dict[str, str]) -> dict[str, float]:
     """`mla-compile serve`, and one streamed completion as soon as it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, begin = f"http://127.0.0.1:{port}", time.perf_counter()
     command = [sys.executable, "-c", COMMAND, "serve", "--port", str(port)]
-    with subprocess.Popen(command, env=env, cwd=cwd, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
         try:
             while not is_ready(url):
                 if process.poll() is not None:
@@ -94,10 +94,10 @@ def is_ready(url: str) -> bool:
         return False
 
 
-ENTRANCES: dict[str, Callable[[dict[str, str], Path], dict[str, float]]] = {
-    "mla-compile generate": lambda *of: first_output(["-c", COMMAND, "generate", "--prompt", PROMPT], *of),
-    "mla_compile.generate": lambda *of: first_output(["-c", LIBRARY], *of),
-    "accelerate": lambda *of: first_output(["-c", TRANSFORMERS], *of),
+ENTRANCES: dict[str, Callable[[dict[str, str]], dict[str, float]]] = {
+    "mla-compile generate": lambda env: first_output(["-c", COMMAND, "generate", "--prompt", PROMPT], env),
+    "mla_compile.generate": lambda env: first_output(["-c", LIBRARY], env),
+    "accelerate": lambda env: first_output(["-c", TRANSFORMERS], env),
     "mla-compile serve": server,
 }
 
@@ -107,26 +107,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--checkout", type=Path, default=Path.cwd(), help="the project whose package is imported"
-    )
-    parser.add_argument("--label", default="", help="a name of this checkout in the results")
-    parser.add_argument("--only", choices=sorted(ENTRANCES), nargs="*")
     args = parser.parse_args()
-    report = {
+    report: dict[str, Any] = {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
         "torch": importlib.metadata.version("torch"),
         "rows": [],
     }
-    report = with_known_rows(report, args.output)
-    for name in args.only or ENTRANCES:
-        drop_rows(report, {"entrance": name, "label": args.label})
+    for name, entrance in ENTRANCES.items():
         with tempfile.TemporaryDirectory() as cache:
             env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
             for caches in ("cold", "warm"):
-                row: dict[str, Any] = {"entrance": name, "label": args.label, "caches": caches}
-                add_row(report, row | ENTRANCES[name](env, args.checkout), args.output)
+                add_row(report, {"entrance": name, "caches": caches, **entrance(env)}, args.output)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,25 @@ def compile_time() -> str:
     )
 
 
+def first_text() -> str:
+    """The time to the first text, by entrance."""
+    report = result("first_text.cpu")
+    names = {
+        "mla-compile generate": "`mla-compile generate`",
+        "mla_compile.generate": "`mla_compile.generate`, 16 tokens",
+        "accelerate": "`generate` of an accelerated model, 16 tokens",
+        "mla-compile serve": "`mla-compile serve`, until it is ready",
+    }
+    seconds = {(row["entrance"], row["caches"]): row.get("ready_s", row["first_s"]) for row in report["rows"]}
+    return sentences(f"{report['cores']} CPU cores, torch {report['torch']}; seconds.") + table(
+        ["", "empty caches", "filled caches"],
+        (
+            [words, *(fixed(seconds[name, caches], 1) for caches in ("cold", "warm"))]
+            for name, words in names.items()
+        ),
+    )
+
+
 def acceptance() -> str:
     """Tokens a step on held-out text."""
     report = result("acceptance")
@@ -1182,6 +1201,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,
     "compile_time.cpu": compile_time,
+    "first_text.cpu": first_text,
     "acceptance": acceptance,
     "fp8_agreement": fp8_agreement,
     "fp8_latents": fp8_latents,
