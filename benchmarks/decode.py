@@ -222,7 +222,7 @@ class FlashMLA:
 
 
 def peers(case: Case, args: tuple[Any, ...]) -> Iterator[tuple[str, Run]]:
-    # fa3's causal mask is wrong where its tile of 64 query rows splits a token's heads.
+    # fa3's causal mask is wrong where its tile of 64 queries splits a token's heads.
     if importlib.util.find_spec("flashinfer") and (case.q_len == 1 or 64 % case.heads in (0, 64)):
         yield "fa3", Fa3(args)
     if importlib.util.find_spec("flash_mla") and case.page_size == 64:
@@ -277,7 +277,7 @@ def choice(output: Path | None) -> None:
         plan_us = graph_us([partial(backend_named("flash_mla").plan, operands, 0)] * 8, _SECONDS)
         row = measure(case, 1e9, 1e9, names, _SECONDS)
         times = {name: round(row[name], 1) for name in names}
-        sizes = {"case": case.title(), "query_rows": case.heads * len(operands.q_latent)}
+        sizes = {"case": case.title(), "queries": case.heads * len(operands.q_latent)}
         add_row(report, {**sizes, **times, "plan": round(plan_us, 1)}, output)
         torch.cuda.empty_cache()
 

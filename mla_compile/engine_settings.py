@@ -85,7 +85,7 @@ class CheckpointSettings:
         metavar="N",
     )
     expert_parallel: bool = setting(
-        False, "generate serve plan", "Divide routed experts by whole ones, not each of them."
+        False, "generate serve plan", "Assign whole routed experts to GPUs instead of dividing each of them."
     )
 
     generation_config: Literal["auto", "none"] = setting(

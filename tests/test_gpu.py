@@ -491,14 +491,14 @@ def wide_model() -> MLAForCausalLM:
     return model.to("cuda", torch.bfloat16)
 
 
-def test_flash_mla_serves_steps_of_many_query_rows_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_mla_serves_steps_of_many_queries_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One compiled step: its graph for 8 rows has FlashMLA's plan, those for fewer rows do not."""
     pytest.importorskip("flash_mla")
     from mla_compile.ops.attention import decode_backends
     from mla_compile.ops.attention.kernels import flash_mla
 
-    monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 8 * 3 * 16)
-    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3 * 16)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 8 * 3 * 16)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES_OF_ROW", 3 * 16)
     planner, plans = flash_mla.PLANNER, []
 
     def plan(operands: DecodeOperands, place: int) -> list[torch.Tensor]:

@@ -264,7 +264,7 @@ def row_lengths(
             raise MLAError(f"row {row}", expected, f"{cached} + {count}", "widen block_table")
 
 
-def query_rows(prefix: str, q_len: int, tokens: int, rows: int) -> None:
+def tokens_of_rows(prefix: str, q_len: int, tokens: int, rows: int) -> None:
     """Check that there are `q_len` >= 1 query tokens for each decode row."""
     if statically_known_true(q_len < 1):
         raise MLAError(f"{prefix}q_len", ">= 1 query token per decode row", q_len)
@@ -420,7 +420,7 @@ def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> Non
     Layouts(prefix).tensors(_DECODE, vars(decode), kv_cache)
     seq_lens, q_len = decode.seq_lens, decode.q_len
     slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)
-    query_rows(prefix, q_len, decode.slot_mapping.shape[0], seq_lens.shape[0])
+    tokens_of_rows(prefix, q_len, decode.slot_mapping.shape[0], seq_lens.shape[0])
     lengths(prefix, seq_lens, decode.block_table, kv_cache)
     within(f"{prefix}q_lens", "lengths", decode.q_lens, 0, q_len)
     if is_readable(kv_cache):

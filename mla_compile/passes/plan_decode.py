@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.ops.attention.decode import decode_op, decode_plan_op
-from mla_compile.ops.attention.decode_backends import QUERY_ROWS, decode_call, select_backend
+from mla_compile.ops.attention.decode_backends import QUERIES, decode_call, select_backend
 from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes.emit import change_arguments, inline
@@ -60,7 +60,7 @@ def plan_decode(
         chosen = select_backend(call, requested).chosen
         if not chosen.planner or given["plan"] is not None:
             continue
-        if requested is None and not chosen.constraints.keys() <= {*call.facts, QUERY_ROWS}:
+        if requested is None and not chosen.constraints.keys() <= {*call.facts, QUERIES}:
             continue  # a size that is symbolic may rule it out in a call
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]
         # As text, since comparing symbolic sizes would add a guard.

@@ -83,7 +83,7 @@ class ServerSettings(CheckpointSettings):
     max_waiting: int = setting(
         256,
         "serve",
-        "Requests that may wait; further ones of a client with an equal share get status 429.",
+        "Requests that may wait. Beyond its equal share, a client gets status 429.",
         least=1,
         metavar="N",
     )

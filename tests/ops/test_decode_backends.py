@@ -15,8 +15,8 @@ from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     MANY_QUERIES,
-    MANY_QUERY_ROWS,
-    QUERY_ROWS,
+    MANY_QUERIES_OF_ROW,
+    QUERIES,
     DecodeBackend,
     QueryLenSupport,
     decode_call,
@@ -39,11 +39,11 @@ GLM = Call(
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "page_size": 64,
-        QUERY_ROWS: "few",
+        QUERIES: "few",
     },
 )
 """The verify step of few rows of GLM-4.7-Flash on a Hopper GPU."""
-MANY = {QUERY_ROWS: "many"}
+MANY = {QUERIES: "many"}
 HOST_WORK = "needs the host in every step, so it serves by name only, without CUDA graphs"
 BATCH_DEPENDENT = "is not batch-invariant: a token's bits depend on the rest of the batch"
 
@@ -95,7 +95,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         (FLASHINFER, {"dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
         (FLASH_MLA, MANY, None),
-        (FLASH_MLA, {}, "supports query rows many, got few"),
+        (FLASH_MLA, {}, "supports queries many, got few"),
         (FLASH_MLA, {**MANY, "dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
         (FLASH_MLA, {**MANY, "page_size": 16}, "supports page_size of 64, got 16"),
         (FLASH_MLA, {**MANY, "kv_lora_rank": 256}, "supports kv_lora_rank of 512, got 256"),
@@ -133,7 +133,7 @@ def test_what_is_not_known_of_a_call_is_no_reason() -> None:
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
     *rejected, chosen = select_backend(GLM).explain().splitlines()
     assert f"flashinfer: {HOST_WORK}" in rejected
-    assert "flash_mla: supports query rows many, got few" in rejected
+    assert "flash_mla: supports queries many, got few" in rejected
     assert chosen == "gluon: chosen (loading and computing warps, for Hopper)"
     assert select_backend(glm(**MANY)).chosen is select_backend(of_any_size(GLM)).chosen is FLASH_MLA
     assert select_backend(glm(**MANY, page_size=16)).chosen is GLUON
@@ -183,14 +183,14 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
 
 
 @pytest.mark.parametrize(("heads", "q_len"), [(16, 4), (20, 4), (128, 1)])
-def test_the_number_of_query_rows_limits_the_automatic_choice_alone(heads: int, q_len: int) -> None:
+def test_the_number_of_queries_limits_the_automatic_choice_alone(heads: int, q_len: int) -> None:
     def known(rows: int, q_len: int) -> object:
         case = decode_case([0] * rows, q_len=q_len, heads=heads, rank=8, rope=4)
-        return decode_call(case.operands(), captured=True).facts[QUERY_ROWS]
+        return decode_call(case.operands(), captured=True).facts[QUERIES]
 
-    least = -(-MANY_QUERY_ROWS // (heads * q_len))
+    least = -(-MANY_QUERIES // (heads * q_len))
     assert [known(least - 1, q_len), known(least, q_len)] == ["few", "many"]
-    assert known(4 * least, 1) == ("many" if heads >= MANY_QUERIES else "few"), "few queries a row"
+    assert known(4 * least, 1) == ("many" if heads >= MANY_QUERIES_OF_ROW else "few"), "few queries a row"
     assert select_backend(GLM, "flash_mla").chosen is FLASH_MLA, "asked for by name"
     for refused, reason in (
         (glm(page_size=16), "page_size of 64, got 16"),
@@ -298,7 +298,7 @@ def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
     meta = tensors._replace(**{name: getattr(tensors, name).to("meta") for name in names})
     call = decode_call(meta, captured=False)
     assert call.device_type == "meta"
-    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "page_size": 16, QUERY_ROWS: "few"}
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "page_size": 16, QUERIES: "few"}
     dtypes = {"dtype": torch.float32, "kv_cache.dtype": torch.float32}
     assert call.facts == {**dtypes, **sizes}
     symbols = FakeTensorMode(shape_env=ShapeEnv())

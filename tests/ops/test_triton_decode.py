@@ -57,7 +57,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     device, shared_memory = GPUS[capability]
     monkeypatch.setattr(devices, "H200", device)
     case = decode_case([64, 64], heads=heads, rank=rank, rope=rope, page_size=64, columns=16, dtype=dtype)
-    # 64 query rows, the most beside its narrow latents
+    # 64 queries, the most beside its narrow latents
     widest = model == "MiniCPM3" and capability == 90 and dtype == torch.bfloat16
     most_spilled = 128 if triton_version() >= (3, 9) else 112
     for decode, join, spilled in (

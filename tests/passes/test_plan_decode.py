@@ -12,7 +12,7 @@ from torch.library import opcheck
 from mla_compile import MLABatch, MLAError
 from mla_compile.ops.attention import decode_backends
 from mla_compile.ops.attention.decode import decode_op, decode_plan_op, decode_torch
-from mla_compile.ops.attention.decode_backends import QUERY_ROWS, DecodeBackend, Planner, select_backend
+from mla_compile.ops.attention.decode_backends import QUERIES, DecodeBackend, Planner, select_backend
 from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes import pipeline
 from mla_compile.passes.nodes import op_arguments
@@ -92,11 +92,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "planned", "plans on the host", f"{here}run_planned", capturable=False, planner=f"{here}PLANNER"
     )
     of_many = replace(
-        mine, name="of_many", capturable=True, constraints={"page_size": (4,), QUERY_ROWS: ("many",)}
+        mine, name="of_many", capturable=True, constraints={"page_size": (4,), QUERIES: ("many",)}
     )
     monkeypatch.setattr(decode_backends, "DECODE_BACKENDS", (of_many, *decode_backends.DECODE_BACKENDS, mine))
-    monkeypatch.setattr(decode_backends, "MANY_QUERY_ROWS", 30)
-    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 3)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES", 30)
+    monkeypatch.setattr(decode_backends, "MANY_QUERIES_OF_ROW", 3)
     select_backend.cache_clear()
     PLANS.clear()
     yield
@@ -142,7 +142,7 @@ def test_contract_of_the_plan_op() -> None:
 
 
 @pytest.mark.usefixtures("planned")
-def test_one_graph_plans_for_many_query_rows_and_leaves_few_to_other_backends() -> None:
+def test_one_graph_plans_for_many_queries_and_leaves_few_to_other_backends() -> None:
     model = Stack(3)
     compiled = torch.compile(model, backend="mla", fullgraph=True, dynamic=True)
     for rows in (2, 4, 3, 5):  # each has 3 tokens x 3 heads

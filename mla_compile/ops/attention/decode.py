@@ -12,8 +12,8 @@ from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     DecodeBackend,
     decode_call,
+    num_queries,
     of_any_size,
-    query_rows,
     select_backend,
 )
 from mla_compile.ops.attention.operands import DecodeOperands
@@ -50,7 +50,7 @@ def choose_backend(
 
 
 def planning_backend(operands: DecodeOperands, backend: str | None) -> DecodeBackend:
-    """The backend that `mla_decode_plan` plans for: that of calls with any number of query rows."""
+    """The backend that `mla_decode_plan` plans for: that of calls with any number of queries."""
     call = decode_call(operands, captured=backend is None)
     return select_backend(of_any_size(call), backend).chosen
 
@@ -70,7 +70,7 @@ _LAYOUTS = {
 @define_op(
     table=DECODE_BACKENDS,
     layouts=_LAYOUTS,
-    facts=query_rows,
+    facts=num_queries,
     run=_run,
     returns=("out", "lse"),
     layout=torch.Tag.flexible_layout,
@@ -119,7 +119,7 @@ def mla_decode(
     """
     if not is_fake(kv_cache):
         validate.Layouts().check("kv_cache", kv_cache, validate.PAGED)
-    validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
+    validate.tokens_of_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
     validate.lengths("", seq_lens, block_table, kv_cache)
     validate.within("q_lens", "lengths", q_lens, 0, q_len)
     if backend is not None:

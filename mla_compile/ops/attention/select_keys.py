@@ -72,7 +72,7 @@ def mla_decode_select(
     Raises:
         MLAError: an argument is invalid. Lengths are checked on the CPU only.
     """
-    validate.query_rows("", q_len, q.shape[0], seq_lens.shape[0])
+    validate.tokens_of_rows("", q_len, q.shape[0], seq_lens.shape[0])
     validate.lengths("", seq_lens, block_table, index_cache)
     validate.within("q_lens", "lengths", q_lens, 0, q_len)
     validate.whole_number("topk", topk, 1)

@@ -41,18 +41,18 @@ class AttentionTiles:
     """The tile sizes and launch options of an attention kernel's program."""
 
     queries: int
-    """Query tokens of one head; for absorbed attention query rows, tokens times heads."""
+    """Query tokens of one head; for absorbed attention queries, tokens times heads."""
     keys: int
     warps: int
     stages: int
 
 
 def decode_tiles(
-    query_rows: int, rank: int, dtype: torch.dtype, device: Device, *, fp8: bool = False
+    num_queries: int, rank: int, dtype: torch.dtype, device: Device, *, fp8: bool = False
 ) -> AttentionTiles:
     """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
 
-    query_rows: `q_len * heads`; for batch-invariant decode `heads` alone, as other tiles may add in another order. On
+    num_queries: `q_len * heads`; for batch-invariant decode `heads` alone, as other tiles may add in another order. On
     Hopper four warps share 64 keys, the size of one of its matrix instructions; two such groups would compute the
     scores twice. With 32 rows of wide latents this makes Triton 3.8 spill up to 288 bytes per thread. With 32 keys two
     groups share the output, as in `absorbed_tiles`, and nothing spills. So do FP8 latents, converted in registers.
@@ -62,28 +62,28 @@ def decode_tiles(
         return AttentionTiles(queries=16, keys=16, warps=8, stages=1)
     if device.capability[0] != 9:
         return AttentionTiles(queries=16, keys=32, warps=4, stages=3)
-    rows = min(32 if rank > 256 else 64, power_of_two(query_rows))
+    rows = min(32 if rank > 256 else 64, power_of_two(num_queries))
     if fp8 or (rank > 256 and rows == 32 and triton_version() >= (3, 8)):  # chosen by spills
         return AttentionTiles(queries=rows, keys=32, warps=8, stages=3)
     return AttentionTiles(queries=rows, keys=64, warps=4, stages=2)
 
 
 def absorbed_tiles(
-    query_rows: int, rank: int, dtype: torch.dtype, device: Device, *, fp8: bool = False
+    num_queries: int, rank: int, dtype: torch.dtype, device: Device, *, fp8: bool = False
 ) -> AttentionTiles:
-    """The tiles of decode; for many query rows on Hopper 64 rows, whose output two groups of four warps share.
+    """The tiles of decode; for many queries on Hopper 64 rows, whose output two groups of four warps share.
 
-    With rank 512 on an H200, 64 rows save 8 to 24% of the time from 512 query rows on, though they spill with GLM's 20
-    heads. With 320 query rows or fewer they cost 5 to 18% more.
+    With rank 512 on an H200, 64 rows save 8 to 24% of the time from 512 queries on, though they spill with GLM's 20
+    heads. With 320 queries or fewer they cost 5 to 18% more.
     """
-    if query_rows < 512 or dtype == torch.float32 or device.capability[0] != 9:
-        return decode_tiles(query_rows, rank, dtype, device, fp8=fp8)
+    if num_queries < 512 or dtype == torch.float32 or device.capability[0] != 9:
+        return decode_tiles(num_queries, rank, dtype, device, fp8=fp8)
     return AttentionTiles(queries=64, keys=32, warps=8, stages=3)
 
 
 @functools.cache
 def num_splits(programs: int, max_keys: int, device: Device) -> int:
-    """The number of splits of the keys, at most `max_keys`, of each of `programs` blocks of query rows.
+    """The number of splits of the keys, at most `max_keys`, of each of `programs` blocks of queries.
 
     One program runs on a multiprocessor at a time, so with `s` splits the work needs `ceil(programs * s / SMs)`
     waves, each as long as a split plus its fixed cost, about the time of MIN_KEYS keys. The best `s` fills whole

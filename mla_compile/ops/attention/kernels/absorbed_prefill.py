@@ -1,7 +1,7 @@
 """Absorbed prefill: a few new tokens attend over many latents in their pages, and no key is expanded.
 
 `w_uk` maps queries to the latent space, `w_uv` maps the result back. Between these two products are launches as in
-`decode.py`: partial attention of each split of keys, then their sum. A program holds BLOCK_R query rows of a chunk, its
+`decode.py`: partial attention of each split of keys, then their sum. A program holds BLOCK_R queries of a chunk, its
 tokens times all heads, and reads its share of the row's keys.
 
 The keys that a program reads follow from shapes and from its own row's keys. So the grid can be captured, lengths may
@@ -56,7 +56,7 @@ def absorbed_kernel(
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
 ):
-    """Attention of a block of query rows over one split of its row's keys; grid `[blocks of all chunks, splits]`."""
+    """Attention of a block of queries over one split of its row's keys; grid `[blocks of all chunks, splits]`."""
     row, first = block_of(cu_seqlens_q, rows, tl.program_id(0), HEADS, ROWS_BLOCK, BLOCK_R)
     if row >= rows:
         return

@@ -1,6 +1,6 @@
 """Split-KV decode over the paged latents, in two launches: partial attention of each split of keys, then their sum.
 
-A program holds up to `BLOCK_R` query rows (a row's query tokens times its heads) and reads its share of the row's
+A program holds up to `BLOCK_R` queries (a row's query tokens times its heads) and reads its share of the row's
 keys. In both products keys are the matrix rows and queries the columns, `S^T = K Q^T` and `O^T += K_c^T P^T`: tensor
 cores need 64 matrix rows, which keys always fill, but 16 or 20 heads do not.
 
@@ -66,7 +66,7 @@ def _attend_split(
     out,
     lse,
     first_target,  # int64: the index of the row's first result
-    r,  # [BLOCK_R]: the program's query rows, within their row
+    r,  # [BLOCK_R]: the program's queries, within their row
     inside,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -124,7 +124,7 @@ def split_kernel(
     MIN_KEYS: tl.constexpr,
     SPLIT_UNIT: tl.constexpr,  # of fixed splits, several per program; 0: each program has a share of its row
 ):
-    """Attention of one block of query rows over splits of a row's keys; grid `[rows * row blocks, programs]`."""
+    """Attention of one block of queries over splits of a row's keys; grid `[rows * row blocks, programs]`."""
     R = q_len * HEADS
     r_blocks = tl.cdiv(R, BLOCK_R)
     row = tl.program_id(0) // r_blocks
@@ -134,8 +134,8 @@ def split_kernel(
 
     token = r // HEADS
     bounds, keys = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
-    bounds = tl.where(r < R, bounds, 0)  # 0 for query rows that only fill the block
-    query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
+    bounds = tl.where(r < R, bounds, 0)  # 0 for queries that only fill the block
+    num_queries = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
     if SPLIT_UNIT > 0:
         start, stop = first_key_of(program, SPLIT_UNIT), keys
         idle = start >= stop
@@ -144,7 +144,7 @@ def split_kernel(
         # The sum skips an empty split, so its `out` may stay unwritten.
         idle = (start >= stop) & (programs > 1)
         nothing = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        tl.store(lse + program * query_rows + row * R + r, nothing, mask=(r < R) & idle)
+        tl.store(lse + program * num_queries + row * R + r, nothing, mask=(r < R) & idle)
     if idle:
         return
 
@@ -160,12 +160,12 @@ def split_kernel(
             start = first_key_of(split, SPLIT_UNIT)
             stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_UNIT))
             _attend_split(
-                q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
+                q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * num_queries + row * R, r, r < R,
                 RANK, ROPE, WIDTH, PAGE_SIZE, BLOCK_R, BLOCK_N,
             )  # fmt: skip
     else:
         _attend_split(
-            q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
+            q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * num_queries + row * R, r, r < R,
             RANK, ROPE, WIDTH, PAGE_SIZE, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
@@ -180,7 +180,7 @@ def _launch(
     min_keys: int = MIN_KEYS,
     split_unit: int = 0,
 ) -> None:
-    """Launch `split_kernel` with `programs` programs for each block of query rows."""
+    """Launch `split_kernel` with `programs` programs for each block of queries."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
     split_kernel[(rows * triton.cdiv(q_len * heads, tiles.queries), programs)](
@@ -254,7 +254,7 @@ def decode_triton_invariant(
 ) -> tuple[Tensor, Tensor]:
     """Batch-invariant `decode_triton`: a token's bits depend on its own query and keys only.
 
-    programs: for each block of query rows, chosen by `tiles.py` unless given; it changes no bit. `tiles` do. For the
+    programs: for each block of queries, chosen by `tiles.py` unless given; it changes no bit. `tiles` do. For the
     other arguments see `decode_by_fixed_splits`.
     """
     heads, rank = operands.q_latent.shape[1:]

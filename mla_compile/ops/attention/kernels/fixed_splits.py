@@ -74,7 +74,7 @@ def join_kernel(
     BLOCK_C: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Join the splits that a query row sees; grid `[rows * q_len * HEADS, blocks of RANK]`."""
+    """Join the splits that a query sees; grid `[rows * q_len * HEADS, blocks of RANK]`."""
     wait_for_kernel_before(EARLY)
     i = tl.program_id(0)
     row = i // (q_len * HEADS)
@@ -98,8 +98,8 @@ Launch = Callable[[DecodeOperands, Tensor, Tensor], None]
 """Launches a kernel that computes each split of some rows by itself. Its arguments: operands, part_out, part_lse.
 
 part_out: each split's output, float32 `[splits, rows * q_len * heads, kv_lora_rank]`; part_lse: its log-sum-exp,
-natural log, float32 `[splits, rows * q_len * heads]`, -inf for a query row that sees no key of the split. For splits
-after the last one that a query row sees, both may stay unwritten.
+natural log, float32 `[splits, rows * q_len * heads]`, -inf for a query that sees no key of the split. For splits
+after the last one that a query sees, both may stay unwritten.
 """
 
 

@@ -24,8 +24,8 @@ from mla_compile.ops.paging import check_alignment
 if not has_legacy():
     raise ImportError("flash_mla was built without its kernels for Hopper, or they do not load")
 
-_QUERY_ROWS = 64
-"""Query rows of a row, q_len x heads, that a program of FlashMLA computes at a time."""
+_QUERIES_AT_ONCE = 64
+"""Queries of a row, q_len x heads, that a program of FlashMLA computes at a time."""
 _HEADS = 8
 """Heads of a token that a program of the kernels below copies."""
 
@@ -42,7 +42,7 @@ def plan_flash_mla(operands: DecodeOperands, place: int) -> list[Tensor]:
 
 
 def _like_plan(operands: DecodeOperands) -> list[Tensor]:
-    blocks = -(-operands.q_len * operands.q_latent.shape[1] // _QUERY_ROWS)
+    blocks = -(-operands.q_len * operands.q_latent.shape[1] // _QUERIES_AT_ONCE)
     programs = torch.sym_max(device_of(operands.q_latent).multiprocessors // blocks, 1)
     seq_lens = operands.seq_lens
     sizes: tuple[tuple[int, ...], ...] = (programs, 8), (seq_lens.shape[0] + 1,)

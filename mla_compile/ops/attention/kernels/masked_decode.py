@@ -70,7 +70,7 @@ def masked_split_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attention of one block of query rows over one split of a row's keys; grid `[rows * row blocks, splits]`."""
+    """Attention of one block of queries over one split of a row's keys; grid `[rows * row blocks, splits]`."""
     R: tl.constexpr = HEADS * Q_LEN
     R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     row = (tl.program_id(0) // R_BLOCKS).to(tl.int64)
@@ -79,7 +79,7 @@ def masked_split_kernel(
     splits = tl.num_programs(1)
 
     inside = r < R
-    # Query rows that only fill the block repeat the last one.
+    # Queries that only fill the block repeat the last one.
     head = (tl.minimum(r, R - 1) // Q_LEN).to(tl.int64)
     token = (tl.minimum(r, R - 1) % Q_LEN).to(tl.int64)
     c = tl.arange(0, padded(RANK))
@@ -146,7 +146,7 @@ def masked_decode_triton(
     """
     rows, heads, q_len, rank = q_latent.shape
     keys, rope = k_pe.shape[1], k_pe.shape[2]
-    query_rows = heads * q_len
+    num_queries = heads * q_len
     q_latent, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe))
     kv_c, k_pe = (x.expand(rows, -1, -1) for x in (kv_c, k_pe))
     seen = None if mask is None else mask.expand(rows, heads, q_len, keys)
@@ -154,12 +154,12 @@ def masked_decode_triton(
     varies = seen is not None and any(seen.shape[dim] > 1 and seen.stride(dim) != 0 for dim in (1, 2))
 
     device = device_of(q_latent)
-    tiles = tiles or decode_tiles(query_rows, rank, q_latent.dtype, device)
-    blocks = rows * triton.cdiv(query_rows, tiles.queries)
+    tiles = tiles or decode_tiles(num_queries, rank, q_latent.dtype, device)
+    blocks = rows * triton.cdiv(num_queries, tiles.queries)
     splits = splits or num_splits(blocks, keys, device)
 
     out = q_latent.new_empty(q_latent.shape)
-    lse = q_latent.new_empty((rows * query_rows,), dtype=torch.float32)
+    lse = q_latent.new_empty((rows * num_queries,), dtype=torch.float32)
     part_out, part_lse = split_results(out, lse, splits)
     masked_split_kernel[(blocks, splits)](
         q_latent,

@@ -22,7 +22,7 @@ def accumulate(scores, k, top, total, acc):
 
     scores: `[keys, rows]`, -inf for a key that is not seen; k: `[keys, rank]`; top: the maximum so far, `[rows]`;
     total: the sum of `2 ** (score - top)`, `[rows]`; acc: the values with these weights, `[rank, rows]`. All are
-    float32 but k. Here and below "rows" are query rows.
+    float32 but k. Here and below "rows" are queries.
     """
     new_top = tl.maximum(top, tl.max(scores, 0))
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
@@ -46,9 +46,9 @@ def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr)
 
 @triton.jit
 def load_queries(
-    q_latent,  # pointers to query rows, [rows]
+    q_latent,  # pointers to queries, [rows]
     q_pe,  # pointers to their rotary parts, [rows]
-    inside,  # [rows]: whether the query row exists
+    inside,  # [rows]: whether the query exists
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
 ):
@@ -88,8 +88,8 @@ def attend_latents(
 def store_split(
     out,  # [splits * total, RANK], contiguous
     lse,  # float32 [splits * total]
-    target,  # [rows]: the index of the query row in `out` and `lse`
-    inside,  # [rows]: whether the query row exists
+    target,  # [rows]: the index of the query in `out` and `lse`
+    inside,  # [rows]: whether the query exists
     written,  # [rows]: whether to write its `out`
     top,
     total,
@@ -110,14 +110,14 @@ def join_splits(
     part_lse,  # float32 [splits or more, total], natural log, -inf for an empty split
     out,  # [total, RANK]
     lse,  # float32 [total]
-    i,  # int64: the query row
+    i,  # int64: the query
     splits,
     total,
     RANK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Join the first `splits` of a query row, BLOCK_C columns of it: `sum_s exp(lse_s - lse) out_s`.
+    """Join the first `splits` of a query, BLOCK_C columns of it: `sum_s exp(lse_s - lse) out_s`.
 
     SPLIT_BLOCK of them are loaded and summed at a time, in order; splits past the last one weigh 0.
     """
@@ -155,7 +155,7 @@ def combine_kernel(
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Join all splits of one query row, as one block of `join_splits`."""
+    """Join all splits of one query, as one block of `join_splits`."""
     i = tl.program_id(0).to(tl.int64)
     join_splits(part_out, part_lse, out, lse, i, splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
@@ -174,7 +174,7 @@ def columns_at_once(rank: int, split_block: int) -> int:
 
 
 def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, *, least: int = 1) -> None:
-    """Join float32 `[splits, total, rank]` and `[splits, total]` into `out` and `lse`, for `total` query rows.
+    """Join float32 `[splits, total, rank]` and `[splits, total]` into `out` and `lse`, for `total` queries.
 
     least: a power of two. Fewer splits are loaded as this many, so that one kernel serves all of their numbers.
     """

@@ -38,10 +38,10 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     operands = with_unit_strides(operands)
     q_latent, rows = operands.q_latent, operands.block_table.shape[0]
     tokens, heads, _ = q_latent.shape
-    query_rows = operands.q_len * heads
-    is_narrow = query_rows <= MAX_UNSPLIT_ROWS
+    num_queries = operands.q_len * heads
+    is_narrow = num_queries <= MAX_UNSPLIT_ROWS
     block_r = _narrow_rows(operands) if is_narrow else ROWS.value
-    units = rows * triton.cdiv(query_rows, block_r)
+    units = rows * triton.cdiv(num_queries, block_r)
     programs = device_of(q_latent).multiprocessors
 
     out = q_latent.new_empty(q_latent.shape)
@@ -54,7 +54,7 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     # Few units have many pieces each, many units have few.
     columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
     column_blocks = RANK.value // columns_each
-    share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
+    share = min(block_r, num_queries, max(1, _JOINERS // (units * column_blocks)))
     join_kernel[(units, column_blocks, share)](
         part_out,
         part_lse,
@@ -62,7 +62,7 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
         out,
         lse,
         rows,
-        R=query_rows,
+        R=num_queries,
         BLOCK_R=block_r,
         RANK=RANK.value,
         BLOCK_C=columns_each,
@@ -77,15 +77,15 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """Batch-invariant `decode_gluon`: a token's bits depend on its own query and keys only.
 
     The two kernels add in different orders, so the number of heads alone decides which one runs. The narrow kernel's
-    order does not depend on how many query rows it computes at a time.
+    order does not depend on how many queries it computes at a time.
     """
     heads = operands.q_latent.shape[1]
-    query_rows = operands.q_len * heads
+    num_queries = operands.q_len * heads
     is_narrow = heads <= MAX_UNSPLIT_ROWS
     narrow_rows = _narrow_rows(operands) if is_narrow else 0
 
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
-        units = part.seq_lens.shape[0] * triton.cdiv(query_rows, narrow_rows or ROWS.value)
+        units = part.seq_lens.shape[0] * triton.cdiv(num_queries, narrow_rows or ROWS.value)
         pieces = part.seq_lens.new_empty((units, 2))
         # The kernel does not write to the first two.
         results = Results(part.q_latent, part_lse, part_out, part_lse, pieces)
@@ -95,7 +95,7 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 
 
 def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fixed: bool = False) -> None:
-    """Launch a narrow kernel with `narrow_rows` query rows at a time, `wide_kernel` for 0; fixed: over fixed splits."""
+    """Launch a narrow kernel with `narrow_rows` queries at a time, `wide_kernel` for 0; fixed: over fixed splits."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     check_alignment(kv_cache)
     heads, page_size = q_latent.shape[1], kv_cache.shape[1]
@@ -122,7 +122,7 @@ def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fix
 
 
 def _narrow_rows(operands: DecodeOperands) -> int:
-    """The query rows that the narrow kernel computes at a time."""
+    """The queries that the narrow kernel computes at a time."""
     most = MAX_FP8_ROWS if operands.kv_cache.dtype == FP8 else MAX_ROWS
     return min(most, power_of_two(operands.q_len * operands.q_latent.shape[1]))
 

@@ -1,6 +1,6 @@
-"""Decode with up to 64 query rows at a time: keys are the matrix rows of both products.
+"""Decode with up to 64 queries at a time: keys are the matrix rows of both products.
 
-`S^T = K Q^T` and `O^T += K_c^T P^T`, as in `ops/attention/kernels/decode.py`: 16 query rows cost a quarter of what 64
+`S^T = K Q^T` and `O^T += K_c^T P^T`, as in `ops/attention/kernels/decode.py`: 16 queries cost a quarter of what 64
 cost. Four warps gather tiles of any page size through the block table with `cp.async`, two tiles ahead; keys past a
 row's end are zeros.
 """
@@ -33,9 +33,9 @@ from mla_compile.ops.attention.kernels.gluon.split import (
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
 
 MAX_ROWS = 64
-"""The most query rows of a unit."""
+"""The most queries of a unit."""
 MAX_UNSPLIT_ROWS = 32
-"""The most query rows of a row of the batch for which this kernel is faster than `wide_kernel`."""
+"""The most queries of a row of the batch for which this kernel is faster than `wide_kernel`."""
 STAGES = gl.constexpr(2)
 """Tiles in shared memory, of 72 KB each."""
 

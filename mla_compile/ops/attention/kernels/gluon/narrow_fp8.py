@@ -1,8 +1,8 @@
-"""Decode over FP8 latents with up to 32 query rows at a time: some warps score while others sum.
+"""Decode over FP8 latents with up to 32 queries at a time: some warps score while others sum.
 
 As in `narrow.py` keys are the matrix rows of both products. One warpgroup multiplies keys by queries and makes weights,
 another multiplies latents by the weights of the tile before. Reading keys from shared memory limits both products, so
-scores are computed once, for all query rows.
+scores are computed once, for all queries.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from mla_compile.ops.attention.kernels.gluon.split import (
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
 
 MAX_ROWS = 32
-"""The most query rows of a unit."""
+"""The most queries of a unit."""
 STAGES = gl.constexpr(2)
 """Tiles in shared memory, of 72 KB each."""
 

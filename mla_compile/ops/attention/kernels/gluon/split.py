@@ -1,6 +1,6 @@
 """The division of a decode call's work among multiprocessors, planned on the device, and the join of its parts.
 
-A unit is a row of the batch and a block of its query rows (query tokens times heads); its keys are tiles of 64. One
+A unit is a row of the batch and a block of its queries (query tokens times heads); its keys are tiles of 64. One
 program runs on each multiprocessor. Every program reads all rows' lengths and cuts the units into pieces (`plan`):
 whole units or equal parts of them, so that a program has one piece and few pieces are partial. If lengths differ so
 much that it is faster, the tiles of all units are divided evenly instead. The grid does not depend on lengths and can
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outputs of a kernel. R is `q_len * heads`, the query rows of a row; `unit_rows` are those of a unit."""
+    """The outputs of a kernel. R is `q_len * heads`, the queries of a row; `unit_rows` are those of a unit."""
 
     out: Any  # [rows * R, RANK], contiguous
     lse: Any  # float32 [rows * R]
@@ -206,7 +206,7 @@ def slot_of(program, starts_unit):
 
 @gluon.jit
 def query_offsets(call, S: gl.constexpr, row, r):
-    """The offsets of a row's query rows in `q_latent` and in `q_pe`."""
+    """The offsets of a row's queries in `q_latent` and in `q_pe`."""
     token = (row * S.Q_LEN + r // S.HEADS).to(gl.int64)
     q_at = token * call.inputs.q_token_stride + r % S.HEADS * call.inputs.q_head_stride
     return q_at, token * call.inputs.pe_token_stride + r % S.HEADS * call.inputs.pe_head_stride
@@ -214,7 +214,7 @@ def query_offsets(call, S: gl.constexpr, row, r):
 
 @gluon.jit
 def bounds_of(call, S: gl.constexpr, row, r, length, stored):
-    """`visible_keys` for each query row; 0 for query rows that only fill the block."""
+    """`visible_keys` for each query; 0 for queries that only fill the block."""
     valid = S.Q_LEN
     if call.inputs.q_lens is not None:
         valid = gl.load(call.inputs.q_lens + row)
@@ -229,10 +229,10 @@ def store_piece(
     piece,  # row, split, first, last and tiles of `piece_of`
     first_r,
     acc,
-    r,  # the query rows of acc, relative to first_r, and its columns
+    r,  # the queries of acc, relative to first_r, and its columns
     c,
     log_sum,
-    s_r,  # the query rows of log_sum
+    s_r,  # the queries of log_sum
     WITH_LSE: gl.constexpr,
     BLOCK_R: gl.constexpr,
 ):
@@ -266,13 +266,13 @@ def join_kernel(
     out,  # [rows * R, RANK]
     lse,  # float32 [rows * R]
     rows,
-    R: tl.constexpr,  # query rows of a row of the batch
+    R: tl.constexpr,  # queries of a row of the batch
     BLOCK_R: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Sum the pieces of a unit, BLOCK_C of its columns, BLOCK_P pieces at a time; the last axis divides its query rows.
+    """Sum the pieces of a unit, BLOCK_C of its columns, BLOCK_P pieces at a time; the last axis divides its queries.
 
     A unit of one piece is complete already; one without keys gets 0 and -inf. Grid `[units, RANK / BLOCK_C, any]`.
     """

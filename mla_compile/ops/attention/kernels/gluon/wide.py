@@ -1,4 +1,4 @@
-"""Decode with 64 query rows at a time: two warpgroups, each with a tile of keys and half of the output's columns.
+"""Decode with 64 queries at a time: two warpgroups, each with a tile of keys and half of the output's columns.
 
 For every two tiles: warpgroup W scores tile W, the two exchange their row maxima, and each multiplies the weights of
 both tiles by columns `[256 W, 256 W + 256)` of the latents, its own tile's first. The buffer of a half of a tile is
@@ -38,7 +38,7 @@ from mla_compile.ops.attention.kernels.gluon.split import (
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
 
 ROWS = gl.constexpr(64)
-"""Query rows of a unit."""
+"""Queries of a unit."""
 HALF = gl.constexpr(256)
 """Columns of the latents that a warpgroup multiplies weights by."""
 QUARTER = gl.constexpr(128)
