@@ -36,8 +36,6 @@ TOOLS = {
 ALONE = "alone"
 SEES_ALL_WRITES = "--initcheck-track-filtered-global-memory"
 """Where compute-sanitizer has this option, initcheck sees what kernels write that it does not check."""
-PAIR = "collectives"
-"""The group that needs two GPUs."""
 KERNELS = "tests/test_gpu_kernels.py::"
 DECODE = f"{KERNELS}TestOnTheGpu::"
 
@@ -195,7 +193,7 @@ GROUPS = {
             "tests/test_gpu_fp8.py::test_products_equal_the_definition[torch.bfloat16-7-41]",
         ),
     ),
-    PAIR: Group(
+    "collectives": Group(
         ("collectives.collective_kernel", "collectives.all_reduce_add_rms_norm_kernel"),
         ("tests/test_gpu_parallel.py::test_collectives[kernels]",),
     ),
@@ -458,9 +456,7 @@ def main() -> None:
         jobs = [(*test, tool) for tool in tools for test in tests]
         with ThreadPoolExecutor(max(1, args.jobs)) as pool:
             started = [
-                pool.submit(
-                    run, *job, ",".join(gpus[:2]) if job[0] == PAIR else one, args.folder, deadline, sanitizer
-                )
+                pool.submit(run, *job, one, args.folder, deadline, sanitizer)
                 for job, one in zip(jobs, itertools.cycle(gpus or [""]))
             ]
             return [one.result() for one in started]

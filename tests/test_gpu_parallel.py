@@ -11,18 +11,19 @@ from tests.parallel.gpu_worker import CHECKS
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_parallel import WIDE, alone, checkpoint, shared
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=() if name == "kernels" else two_gpus) for name in CHECKS]
+)
 def test_collectives(check: str, tmp_path: Path) -> None:
-    """See `gpu_worker.py`."""
+    """See `gpu_worker.py`. On one GPU two processes share it."""
     run_ranks("tests.parallel.gpu_worker", 2, tmp_path, check)
 
 
+@two_gpus
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 def test_engines_give_the_same_tokens_on_both_gpus(dtype: str, exact: bool, tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_engines_give_the_same_tokens_on_both_gpus(dtype: str, exact: bool, tmp_
         assert [one["tokens"] for one in said] == [one["tokens"] for one in whole]
 
 
+@two_gpus
 def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
     """With a budget that each rank would exhaust at another time."""
     checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE))

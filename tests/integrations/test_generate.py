@@ -630,7 +630,7 @@ def test_models_that_would_run_wrongly_are_refused(monkeypatch: pytest.MonkeyPat
     selecting = stock_model("deepseek_v32")
     monkeypatch.setattr("mla_compile.integrations.transformers.target.transformers.__version__", "5.17.0")
     with pytest.raises(
-        MLAError, match=r"model: .*transformers 5\.18 or newer, got a DeepseekV32.* 5\.17\.0; install"
+        MLAError, match=r"model: .*transformers 5\.18 or newer, got DeepseekV32.* 5\.17\.0; install"
     ):
         accelerate(selecting)
 

@@ -143,11 +143,12 @@ def main() -> None:
 
 
 def join(rank: int, size: int, folder: Path, device: str) -> None:
-    """Joins the process group: gloo on CPUs, NCCL with a GPU for each rank."""
+    """Joins the process group: NCCL with a GPU for each rank, else gloo, also for ranks that share a GPU."""
+    gpus = torch.cuda.device_count()
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % gpus)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" and size <= gpus else "gloo",
         init_method=f"file://{folder / 'meeting'}",
         rank=rank,
         world_size=size,

@@ -246,12 +246,12 @@ def check_model(model: Any) -> None:
     indexers = [layer.indexer for layer in layers if getattr(layer, "indexer", None) is not None]
     unknown = {type(each).__name__ for each in indexers} - INDEXERS.keys()
     if unknown:
-        got = f"a {type(model).__name__}, whose {', '.join(sorted(unknown))} selects the keys of each token"
+        got = f"{type(model).__name__}, whose {', '.join(sorted(unknown))} selects the keys of each token"
         expected = f"a model without an indexer, or with one of {', '.join(INDEXERS)}"
         raise MLAError("model", expected, got, "docs/transformers.md lists the families")
     numbers = tuple(map(int, transformers.__version__.split(".")[:2]))
     if indexers and numbers < (5, 18):  # those cached keys and values of each head
-        got = f"a {type(model).__name__} of transformers {transformers.__version__}"
+        got = f"{type(model).__name__} of transformers {transformers.__version__}"
         hint = "install a newer transformers, or use mla_compile.load_model"
         raise MLAError("model", "a model with an indexer of transformers 5.18 or newer", got, hint)
     if model.get_output_embeddings() is None:
@@ -279,6 +279,6 @@ def _check_whole(model: Any) -> None:
     # Loading sets the mesh of a model that it divides; every model has a plan.
     divided = getattr(model, "_device_mesh", None) is not None
     if divided or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):  # DTensors
-        got = f"a {type(model).__name__} divided among processes"
+        got = f"{type(model).__name__} divided among processes"
         hint = "load it on one GPU, without tp_plan and distributed_config; or use load_model"
         raise MLAError("model", "a model that is whole in this process", got, hint)
