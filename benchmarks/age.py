@@ -2,10 +2,12 @@
 
     python -m benchmarks.age
 
-A line for each file of benchmarks/results, the oldest first: the commit that wrote it last, its date, and the number of
-commits since then in the part of the package that it times. Results of whole models and engines count all of it.
+A line for each file of benchmarks/results, the oldest first: the commit that its oldest row measured, its date, and the
+number of commits since then in the part of the package that it times. Results of whole models and engines count all of
+it.
 """
 
+import json
 import subprocess
 
 from benchmarks.tables import RESULTS, ROOT
@@ -32,15 +34,15 @@ def git(*arguments: str) -> str:
 
 
 def ages() -> list[tuple[int, str, str, str]]:
-    """Commits since, the name of a result, the commit that wrote it and its date; the oldest first."""
+    """Commits since, the name of a result, the commit of its oldest row and its date; the oldest first."""
     found = []
     for path in RESULTS.glob("*.json"):
-        if not (written := git("log", "-1", "--format=%h %cs", "--", str(path))):
-            continue  # not committed yet
-        commit, date = written.split()
         code = CODE.get(path.stem, ("mla_compile",))
-        since = int(git("rev-list", "--count", f"{commit}..HEAD", "--", *code))
-        found.append((since, path.stem, commit, date))
+        commits = {row["commit"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+        since, oldest = max(
+            (int(git("rev-list", "--count", f"{one}..HEAD", "--", *code)), one) for one in commits
+        )
+        found.append((since, path.stem, oldest, git("log", "-1", "--format=%cs", oldest)))
     return sorted(found, reverse=True)
 
 

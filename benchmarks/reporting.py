@@ -1,8 +1,19 @@
-"""Reports of benchmarks: rows of JSON, printed and written to a file."""
+"""Reports of benchmarks: rows of JSON, printed and written to a file. Each row has the commit that was measured."""
 
 import json
+import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+@cache
+def commit() -> str:
+    """The commit of this checkout; "" outside of git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def add_row(report: dict[str, Any], row: dict[str, Any], output: Path | None) -> None:
@@ -28,6 +39,8 @@ def drop_rows(report: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def write_report(report: dict[str, Any], output: Path | None) -> None:
-    """Overwrites the file; None writes nothing."""
+    """Overwrites the file, with this commit in rows that have none; None writes nothing."""
     if output is not None:
+        for row in report["rows"]:
+            row.setdefault("commit", commit())
         output.write_text(json.dumps(report, indent=1) + "\n")

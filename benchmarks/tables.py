@@ -828,7 +828,7 @@ def fp8_latents_steps() -> str:
 def sampling() -> str:
     """The sampler by filters."""
     report = result("sampling")
-    names = [name for name in report["rows"][0] if name not in ("rows", "different_tokens")]
+    names = [name for name in report["rows"][0] if name not in ("rows", "different_tokens", "commit")]
     lines = ((row["rows"], *(row[name] for name in names)) for row in report["rows"])
     different = sum(row["different_tokens"] for row in report["rows"])
     return sentences(

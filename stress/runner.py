@@ -31,6 +31,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 
 import mla_compile
+from benchmarks.reporting import commit
 
 SECONDS_PER_CASE = 120
 """A case that takes longer hangs."""
@@ -186,18 +187,11 @@ def report(name: str, seed: int, failure: Failure, device: str = "cpu") -> str:
 
 
 def environment(device: str) -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "mla_compile": f"{mla_compile.__version__} {commit.stdout.strip()}".strip(),
+        "mla_compile": f"{mla_compile.__version__} {commit()}".strip(),
     }
 
 

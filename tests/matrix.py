@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
+from benchmarks.reporting import write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = tables.RESULTS / "matrix.json"
@@ -136,7 +137,7 @@ def main() -> None:
         rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
         rows = [old for old in rows if any(old[name] != row[name] for name in key)] + [row]
         rows.sort(key=lambda each: [[int(n) for n in each[name].split(".")] for name in key])
-        RESULTS.write_text(json.dumps({"tests": TESTS, "rows": rows}, indent=1) + "\n")
+        write_report({"tests": TESTS, "rows": rows}, RESULTS)
         failed |= "seconds" in row and ("failed" in row["result"] or "passed" not in row["result"])
     sys.exit(failed)
 

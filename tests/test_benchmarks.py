@@ -13,7 +13,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks import age, loading, peers, random_checkpoint, tables, tensor_parallel, transformers_generate
+from benchmarks import (
+    age,
+    loading,
+    peers,
+    random_checkpoint,
+    reporting,
+    tables,
+    tensor_parallel,
+    transformers_generate,
+)
 from benchmarks.processes import ProcessFailed, run
 from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row
@@ -33,29 +42,40 @@ def test_the_age_of_a_result_counts_commits_of_the_code_that_it_measures(
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
 
-    def commit(*names: str) -> None:
+    def commit(*names: str) -> str:
         for name in names:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             with (tmp_path / name).open("a") as file:
                 file.write("x")
         age.git("add", "-A")
         age.git("commit", "-qm", "x")
+        return age.git("rev-parse", "--short", "HEAD")
+
+    def measured(name: str, *commits: str) -> None:
+        path = age.RESULTS / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"rows": [{"commit": one} for one in commits]}))
 
     age.git("init", "-q")
-    results = "benchmarks/results/"
-    commit(f"{results}sampling.json", f"{results}server.json", "mla_compile/engine/a.py")
-    commit("mla_compile/ops/sampling/a.py")
-    commit("mla_compile/engine/a.py", "docs/a.md")
-    commit(f"{results}decode.json")
+    first = commit("mla_compile/engine/a.py")
+    second = commit("mla_compile/ops/sampling/a.py")
+    third = commit("mla_compile/engine/a.py", "docs/a.md")
+    measured("sampling", first)
+    measured("server", third, first, second)
+    measured("decode", third)
     commit("docs/a.md")
-    (tmp_path / results / "new.json").write_text("{}")  # not committed
-    assert [(name, since) for since, name, *_ in age.ages()] == [
-        ("server", 2),
-        ("sampling", 1),
-        ("decode", 0),
+    assert [(name, since, of) for since, name, of, _ in age.ages()] == [
+        ("server", 2, first),
+        ("sampling", 1, first),
+        ("decode", 0, third),
     ]
     age.main()
     assert capsys.readouterr().out.splitlines()[1].startswith("            2  server  ")
+
+
+def test_every_row_of_the_results_has_its_commit() -> None:
+    for path in age.RESULTS.glob("*.json"):
+        assert all(row["commit"] for row in json.loads(path.read_text())["rows"]), path
 
 
 def test_every_named_result_of_the_ages_and_its_code_exist() -> None:
@@ -75,15 +95,17 @@ def test_an_unknown_variant_is_refused_before_the_model_is_built(
 
 
 def test_a_row_is_printed_and_is_in_the_file_before_the_next_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, report = tmp_path / "report.json", {"torch": "2.13", "rows": []}
+    file, report = tmp_path / "report.json", {"torch": "2.13", "rows": [{"k": -1, "commit": "a"}]}
+    monkeypatch.setattr(reporting, "commit", lambda: "b")
     for k in range(3):
         add_row(report, {"k": k}, file)
-        assert json.loads(file.read_text()) == {"torch": "2.13", "rows": [{"k": i} for i in range(k + 1)]}
+        known, *rows = json.loads(file.read_text())["rows"]
+        assert known == {"k": -1, "commit": "a"} and rows == [{"k": i, "commit": "b"} for i in range(k + 1)]
         assert json.loads(capsys.readouterr().out) == {"k": k}
     add_row(report, {"k": 3}, None)
-    assert len(json.loads(file.read_text())["rows"]) == 3, "without a file nothing is written"
+    assert len(json.loads(file.read_text())["rows"]) == 4, "without a file nothing is written"
 
 
 def test_a_random_checkpoint_loads_as_any_other(tmp_path: Path) -> None:
@@ -192,7 +214,7 @@ def test_steps_and_prompts_are_measured_with_checks_of_the_work(
 
 def peer_rows() -> list[dict[str, Any]]:
     """Made-up rows of `benchmarks.peers`, each part's for two cases; the last one has no rival."""
-    machine = {"device": "H100", "torch": "2.11", "version": "1"}
+    machine = {"device": "H100", "torch": "2.11", "version": "1", "commit": "a"}
     checks = {"tokens_per_step": 1, "experts": 9.5}
     steps = {"floor_ms": 1.0, **checks}
     seconds = dict.fromkeys(("p50_ms", "p99_ms", "first_token_p50_ms", "first_token_p99_ms"), 7.5)
