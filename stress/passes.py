@@ -8,7 +8,6 @@ one program of 100. Results, inputs and buffers are compared.
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from tests.passes.test_absorb_random import CHANGES, Form
 from tests.passes.test_absorb_random import check as check_form
 
 torch._dynamo.config.recompile_limit = 64
-WITHOUT_KERNELS = without_kernels(*(p for p in PASSES if "require_kernel" in signature(p).parameters))
+WITHOUT_KERNELS = without_kernels(*PASSES)
 """All passes; they also act where the op that they insert has no kernel, as on a CPU."""
 
 

@@ -48,16 +48,11 @@ from mla_compile.passes.strides import views_of
 from mla_compile.torch_internals import is_wrapper
 
 
-def fuse_linear(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without products by weights is left untouched.
-
-    require_kernel: join products on GPUs only; on the CPU that is no faster.
-    """
+def fuse_linear(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without products by weights is left untouched."""
     erase_dead(gm.graph)
     products = [node for node in gm.graph.nodes if _is_product(node)]
-    joined = [node for node in products if not require_kernel or tensor_of(node).is_cuda]
+    joined = [node for node in products if _pays(node)]
     pairs = {max(pair): pair for pair in _pairs(joined)}
     few = {node for node in products if _may_have_few_tokens(node)}
     rewrite(gm.graph, pairs.__contains__, lambda node: _join(*pairs[node]))
@@ -67,6 +62,11 @@ def fuse_linear(
 
     rewrite(gm.graph, few.__contains__, choose)
     return gm
+
+
+def _pays(product: fx.Node) -> bool:
+    """Whether joining may be faster: on the CPU it is not."""
+    return tensor_of(product).is_cuda
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -25,17 +25,12 @@ from mla_compile.passes.nodes import call_of_result, is_call, op_arguments, tens
 from mla_compile.passes.rewrite import rewrite
 
 
-def fuse_norm_linear(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without such a product is left untouched.
-
-    require_kernel: fuse only if the op has a kernel.
-    """
+def fuse_norm_linear(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without such a product is left untouched."""
 
     def fuse(product: fx.Node) -> str | None:
         norm, weights = _norm_of(product), _weights(product)
-        if norm is None or not (not require_kernel or _pays(norm)):
+        if norm is None or not _pays(norm):
             return None
         read = [weight for weight in weights if weight is not None]
         if not max(read) < norm or not at_once(norm, product, read):

@@ -32,20 +32,10 @@ from mla_compile.passes.rewrite import Refusal, first_match, rewrite
 from mla_compile.torch_internals import statically_known_true
 
 
-def fuse_norm_rope_append(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without appends that can be fused is left untouched.
-
-    require_kernel: fuse only if the op has a kernel.
-    """
+def fuse_norm_rope_append(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without appends that can be fused is left untouched."""
     known = Recognition()
     read_by_all: set[fx.Node] = set()
-
-    def is_append(node: fx.Node) -> bool:
-        if not is_call(node, append_op):
-            return False
-        return not require_kernel or first_serves(NORM_ROPE_APPEND, tensor_of(_parts(node)[0]))
 
     def fuse(append: fx.Node) -> str:
         given = op_arguments(append)
@@ -65,9 +55,14 @@ def fuse_norm_rope_append(
         read_by_all.update(args[2], [given["slot_mapping"]])
         return f"RMSNorm with eps {eps:g}, {rotation}"
 
-    rewrite(gm.graph, is_append, fuse)
+    rewrite(gm.graph, lambda node: is_call(node, append_op) and _pays(node), fuse)
     materialize(read_by_all)
     return gm
+
+
+def _pays(append: fx.Node) -> bool:
+    """Whether the op has a kernel."""
+    return first_serves(NORM_ROPE_APPEND, tensor_of(_parts(append)[0]))
 
 
 def _match(

@@ -24,19 +24,14 @@ from mla_compile.passes.nodes import call_of_result, is_call, op_arguments, tens
 from mla_compile.passes.rewrite import rewrite
 
 
-def fuse_norm_router(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without such a router is left untouched.
-
-    require_kernel: fuse only if the op has a kernel.
-    """
+def fuse_norm_router(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without such a router is left untouched."""
 
     def fuse(router: fx.Node) -> str | None:
         x, *of_router = op_arguments(router).values()
         weight, bias = of_router[:2]
         norm = call_of_result(x, 0, add_rms_norm_op)
-        if norm is None or not (not require_kernel or _pays(x, weight)):
+        if norm is None or not _pays(x, weight):
             return None
         read = [weight] if bias is None else [weight, bias]
         if not max(read) < norm or not at_once(norm, router, [*read, x]):

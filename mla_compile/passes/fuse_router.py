@@ -33,23 +33,18 @@ from mla_compile.passes.rewrite import Refusal, rewrite
 _CASTS = ("to", "type", "float", "type_as")
 
 
-def fuse_router(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without routers that can be fused is left untouched.
-
-    require_kernel: fuse only if the op has a kernel.
-    """
+def fuse_router(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without routers that can be fused is left untouched."""
     known = Recognition()
     rewrite(
         gm.graph,
-        lambda node: is_call(node, moe_experts_op) and (not require_kernel or _has_kernel(node)),
+        lambda node: is_call(node, moe_experts_op) and _pays(node),
         lambda experts: _fuse(experts, known),
     )
     return gm
 
 
-def _has_kernel(experts: fx.Node) -> bool:
+def _pays(experts: fx.Node) -> bool:
     """Whether the op has a kernel for the device and the number of experts of a call."""
     given = op_arguments(experts)
     return first_serves(MOE_ROUTER, tensor_of(given["x"]), experts=tensor_of(given["w_down"]).shape[0])

@@ -33,23 +33,19 @@ from mla_compile.passes.rewrite import Refusal, first_match, rewrite
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
 
 
-def fuse_shared_experts(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without shared experts is left untouched.
-
-    require_kernel: fuse only if the op has a kernel.
-    """
+def fuse_shared_experts(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without shared experts is left untouched."""
     known = Recognition()
     rewrite(
         gm.graph,
-        lambda node: is_call(node, moe_experts_op) and (not require_kernel or _has_kernel(node)),
+        lambda node: is_call(node, moe_experts_op) and _pays(node),
         lambda experts: _fuse(experts, known),
     )
     return gm
 
 
-def _has_kernel(experts: fx.Node) -> bool:
+def _pays(experts: fx.Node) -> bool:
+    """Whether the op has a kernel."""
     is_fp8 = op_arguments(experts)["down_scale"] is not None
     return first_serves(MOE_EXPERTS[int(is_fp8) :], tensor_of(experts))  # the second candidate is for FP8
 

@@ -50,19 +50,12 @@ from mla_compile.passes.strides import is_contiguous, views_of
 from mla_compile.torch_internals import statically_known_true
 
 
-def rotate_queries(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without queries that can be rotated in place is left untouched.
-
-    require_kernel: rewrite only if the op has a kernel.
-    """
+def rotate_queries(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without queries that can be rotated in place is left untouched."""
     parts = filter(is_tensor, map(_rotated_part, calls(gm.graph, decode_op, prefill_op)))
     # The base keeps a head's columns in its last dimension, although the rotation may view them as pairs.
     rotated = {
-        made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe)
-        for q_pe in parts
-        if not require_kernel or first_serves(ROTATE_QUERIES, tensor_of(q_pe))
+        made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe) for q_pe in parts if _pays(q_pe)
     }
     known = Recognition()
     wholes: dict[frozenset[int], fx.Node] = {}
@@ -86,6 +79,11 @@ def rotate_queries(
             _use_joined(cat, whole)
     materialize(angles)
     return gm
+
+
+def _pays(q_pe: fx.Node) -> bool:
+    """Whether the op has a kernel."""
+    return first_serves(ROTATE_QUERIES, tensor_of(q_pe))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Products by FP8 weights: the passes that join them, make them batch-invariant or quantise their tokens."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,10 +13,10 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import op_arguments
 from mla_compile.passes.quantize_activations import quantize_activations
-from tests.passes.capture import checked, nodes_of, ops
+from tests.passes.capture import checked, nodes_of, ops, without_kernel
 
 HIDDEN, EXPERTS = 72, 4
-FUSE_SHARED = partial(fuse_shared_experts, require_kernel=False)
+FUSE_SHARED = without_kernel(fuse_shared_experts)
 
 
 def fill(model: nn.Module) -> nn.Module:
@@ -57,7 +55,7 @@ def test_products_of_one_input_are_joined_where_blocks_begin_together(
 ) -> None:
     gm = checked(
         Layer(intermediate, 1),
-        [partial(fuse_linear, require_kernel=False)],
+        [without_kernel(fuse_linear)],
         torch.randn(5, HIDDEN),
         dynamic=True,
     )
@@ -82,7 +80,7 @@ def test_batch_invariant_graphs_ask_every_op_for_one_order() -> None:
 
 
 def test_calls_with_fp8_weights_may_quantise_their_tokens() -> None:
-    passes = [FUSE_SHARED, partial(fuse_linear, require_kernel=False), quantize_activations]
+    passes = [FUSE_SHARED, without_kernel(fuse_linear), quantize_activations]
     for intermediate, shared in ((40, 2), (128, 1)):
         gm = checked(Layer(intermediate, shared), passes, torch.randn(5, HIDDEN), dynamic=True)
         calls = [*nodes_of(gm, "fp8_linear"), *nodes_of(gm, "moe_experts")]

@@ -1,7 +1,6 @@
 """`fuse_all_reduce`: which sums over processes become one op with the norm after them, and which do not."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from mla_compile.ops.collectives.collectives import all_reduce
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.pipeline import passes_for
-from tests.passes.capture import checked, nodes_of, ops
+from tests.passes.capture import checked, nodes_of, ops, without_kernel
 
 K = 24
 WEIGHT = torch.randn(K, generator=torch.Generator().manual_seed(0))
-PASSES = [partial(fuse_rms_norm, require_kernel=False), fuse_all_reduce]
+PASSES = [without_kernel(fuse_rms_norm), fuse_all_reduce]
 Call = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]]
 
 

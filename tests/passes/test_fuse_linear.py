@@ -1,7 +1,6 @@
 """`fuse_linear`: which products it joins, what it must leave, results, and weights that move afterwards."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.remove_noops import remove_noops
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import Called, Capture, checked, nodes_of, ops, without_kernels
+from tests.passes.capture import Called, Capture, checked, nodes_of, ops, without_kernel, without_kernels
 from tests.passes.steps import capture_steps, check_greedy_tokens
 
 K, FIRST, SECOND = 16, 24, 8
-JOIN = partial(fuse_linear, require_kernel=False)
+JOIN = without_kernel(fuse_linear)
 
 
 class Two(Called):

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,13 +18,11 @@ from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.remove_noops import remove_noops
-from tests.passes.capture import Capture, Normed, check_results, nodes_of, ops
+from tests.passes.capture import Capture, Normed, check_results, nodes_of, ops, without_kernel
 from tests.passes.test_fp8 import fill
 
 K, FIRST, SECOND = Normed.K, 24, 8
-NORM, LINEAR, NORM_LINEAR = (
-    partial(graph_pass, require_kernel=False) for graph_pass in (fuse_rms_norm, fuse_linear, fuse_norm_linear)
-)
+NORM, LINEAR, NORM_LINEAR = map(without_kernel, (fuse_rms_norm, fuse_linear, fuse_norm_linear))
 FUSE = [NORM, LINEAR, remove_noops, NORM_LINEAR]
 
 

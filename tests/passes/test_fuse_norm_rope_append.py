@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,15 +37,11 @@ from tests.passes.capture import (
     rotate_half,
     shape,
     upcast,
+    without_kernel,
 )
 from tests.passes.steps import capture_steps, check_greedy_tokens, speculative_step
 
-
-def fuse(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """The pass, on the CPU too."""
-    return fuse_norm_rope_append(gm, example_inputs, require_kernel=False)
-
-
+fuse = without_kernel(fuse_norm_rope_append)
 PASSES = [split_prefill_decode, fuse]
 
 

@@ -1,7 +1,6 @@
 """`fuse_norm_router`: which norms are computed in the launch of the router's scores, and which are not."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +14,10 @@ from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.remove_noops import remove_noops
-from tests.passes.capture import Capture, Normed, check_results, nodes_of, ops
+from tests.passes.capture import Capture, Normed, check_results, nodes_of, ops, without_kernel
 
 K, EXPERTS = Normed.K, 8
-FUSE = [
-    partial(fuse_rms_norm, require_kernel=False),
-    remove_noops,
-    partial(fuse_norm_router, require_kernel=False),
-]
+FUSE = [without_kernel(fuse_rms_norm), remove_noops, without_kernel(fuse_norm_router)]
 
 
 class Layer(Normed):

@@ -1,6 +1,6 @@
 """`fuse_router`: ways to write a router that it sees, what it must leave, and results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +13,12 @@ from mla_compile.models.moe import Router
 from mla_compile.ops.experts.moe import moe_experts
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.provenance import module_path
-from tests.passes.capture import Capture, checked, nodes_of, ops
+from tests.passes.capture import Capture, checked, nodes_of, ops, without_kernel
 
 HIDDEN, INTERMEDIATE = 16, 8
 
 
-def fuse(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """The pass, on the CPU too."""
-    return fuse_router(gm, example_inputs, require_kernel=False)
+fuse = without_kernel(fuse_router)
 
 
 class MoE(nn.Module):

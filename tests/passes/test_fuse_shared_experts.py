@@ -1,7 +1,6 @@
 """`fuse_shared_experts`: ways to write shared experts that it sees, what it must leave, and results."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,15 +14,13 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import checked, nodes_of, ops
+from tests.passes.capture import checked, nodes_of, ops, without_kernel
 from tests.passes.steps import capture_steps, check_greedy_tokens
 
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 8, 4
 
 
-def fuse(gm: fx.GraphModule, example_inputs: Sequence = ()) -> fx.GraphModule:
-    """The pass, on the CPU too."""
-    return fuse_shared_experts(gm, example_inputs, require_kernel=False)
+fuse = without_kernel(fuse_shared_experts)
 
 
 class Layer(nn.Module):
@@ -167,11 +164,7 @@ def test_where_the_op_has_no_kernel_nothing_changes() -> None:
 # --- models
 
 
-PASSES = [
-    split_prefill_decode,
-    partial(fuse_router, require_kernel=False),
-    fuse,
-]
+PASSES = [split_prefill_decode, without_kernel(fuse_router), fuse]
 
 
 @pytest.mark.long

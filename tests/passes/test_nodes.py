@@ -29,7 +29,7 @@ from mla_compile.passes.nodes import (
     with_arguments,
 )
 from mla_compile.passes.plan_decode import plan_decode
-from tests.passes.capture import Capture, Stack, make_inputs, ops
+from tests.passes.capture import Capture, Stack, make_inputs, ops, without_kernel
 from tests.passes.test_fuse_norm_rope_append import NormRopeLayer, halves, upcast
 
 OPS = [
@@ -132,7 +132,7 @@ def respell(gm: fx.GraphModule, example_inputs: Sequence[Any], *, rng: random.Ra
 
 PASSES = [
     *pipeline.PASSES[:2],
-    partial(fuse_norm_rope_append, require_kernel=False),
+    without_kernel(fuse_norm_rope_append),
     partial(plan_decode, backend="reference"),
 ]
 

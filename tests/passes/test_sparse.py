@@ -1,9 +1,5 @@
 """The passes on models with indexers, with every fusion that a GPU has."""
 
-import inspect
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,13 +12,10 @@ from tests.cases import make_case
 from tests.integrations.test_logits import Reader
 from tests.models.small import glm5_config, randomize
 from tests.ops.test_sparse import SHAPES, index_case
-from tests.passes.capture import nodes_of, ops
+from tests.passes.capture import nodes_of, ops, without_kernels
 from tests.passes.steps import capture_steps
 
-EVERYWHERE: list[Any] = [
-    partial(each, require_kernel=False) if "require_kernel" in inspect.signature(each).parameters else each
-    for each in pipeline.PASSES
-]
+EVERYWHERE = without_kernels(*pipeline.PASSES)
 """The default passes, on the CPU too."""
 
 
