@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.defaults import KvCacheDtype
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.latents import BLOCK, FP8, fp8_width
 from mla_compile.torch_internals import mark_state_tensor
 
@@ -46,9 +46,7 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("lookahead", 0), ("heads", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise MLAError(name, f"an integer >= {least}", repr(value))
+            check_integer(name, getattr(self, name), least)
 
     @property
     def bytes_per_token(self) -> int:

@@ -19,7 +19,7 @@ from mla_compile.defaults import (
     KvCacheDtype,
     setting,
 )
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 
 if TYPE_CHECKING:
     from mla_compile.speculate.drafter import DrafterKind
@@ -269,9 +269,5 @@ class EngineFields:
                 raise MLAError(each.name, expected, f"{value!r:.80}")
             if get_origin(each.type) is Literal and value not in get_args(each.type):
                 raise MLAError(each.name, " or ".join(map(repr, get_args(each.type))), f"{value!r:.80}")
-            if least is None or (value is None and NoneType in get_args(each.type)):
-                continue
-            if type(value) is not int or not least <= value <= most:
-                is_bounded = most < 2**31 - 1 or (type(value) is int and value > most)
-                expected = f"an integer in [{least}, {most}]" if is_bounded else f"an integer >= {least}"
-                raise MLAError(each.name, expected, repr(value))
+            if least is not None and not (value is None and NoneType in get_args(each.type)):
+                check_integer(each.name, value, least, most)

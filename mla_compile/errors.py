@@ -1,6 +1,7 @@
 """Errors that a caller can fix, and failures of a single request."""
 
 import asyncio
+from math import inf
 
 
 class MLAError(ValueError):
@@ -18,6 +19,14 @@ class MLAError(ValueError):
 
     def __reduce__(self) -> tuple[type["MLAError"], tuple[str, str, object, str]]:
         return type(self), (self.name, self.expected, self.got, self.hint)
+
+
+def check_integer(name: str, value: object, least: int, most: float = inf) -> None:
+    """Raises `MLAError` for anything but an integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        is_bounded = most < 2**31 - 1 or (type(value) is int and value > most)
+        expected = f"an integer in [{least}, {most}]" if is_bounded else f"an integer >= {least}"
+        raise MLAError(name, expected, repr(value))
 
 
 def first_line(error: BaseException) -> str:

@@ -286,9 +286,3 @@ def _check_for_fp8_activations(model: ServedModel) -> None:
     if isinstance(model, nn.Module) and not any(weight.dtype == fp8.DTYPE for weight in model.parameters()):
         hint = "load the model with quantize='fp8', or a checkpoint in FP8"
         raise MLAError("fp8_activations", "False for a model without FP8 weights", True, hint)
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raises `MLAError` for anything but an integer >= 1."""
-    if type(value) is not int or value < 1:
-        raise MLAError(name, "an integer >= 1", repr(value))

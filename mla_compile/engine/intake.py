@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_compile.engine.config import check_positive
 from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.request import Progress, Request, TokenChooser
-from mla_compile.errors import MLAError, first_line, is_request_error
+from mla_compile.errors import MLAError, check_integer, first_line, is_request_error
 from mla_compile.sampling_params import MAX_STOP_IDS, SamplingParams, check_min_tokens, check_token_ids
 from mla_compile.speculate import ServedModel
 
@@ -83,7 +82,7 @@ class Intake:
         stop_ids = self.stop_ids if stop_ids is None else stop_ids
         if params.n != 1:
             raise MLAError("n", "1", params.n, "add a request for each of `SamplingParams.copies()`")
-        check_positive("max_new_tokens", max_new_tokens)
+        check_integer("max_new_tokens", max_new_tokens, 1)
         vocab_size, longest = self._vocab_size, self._longest
         check_prompt(f"prompt{place}", prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
         check_token_ids("stop_ids", stop_ids, vocab_size)

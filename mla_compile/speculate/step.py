@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import ForwardOutput, MLABatch
 from mla_compile.defaults import MAX_DRAFTS, DrafterName
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
@@ -73,8 +73,7 @@ class SpeculativeDecoder(nn.Module):
         super().__init__()
         self.model = model
         self.k = k = num_speculative_tokens
-        if type(k) is not int or not 0 <= k <= MAX_DRAFTS:
-            raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", repr(k))
+        check_integer("num_speculative_tokens", k, 0, MAX_DRAFTS)
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.engine import Completion, Engine, Request
-from mla_compile.engine.config import check_positive
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import ServedModel
 
@@ -96,7 +95,7 @@ def check_batch_invariance(
         MLAError: a bad argument, or a model that cannot be batch-invariant; the message names it.
     """
     for name, number in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("rounds", rounds)):
-        check_positive(name, number)
+        check_integer(name, number, 1)
     if not prompts or not sampling or not drafts:
         raise MLAError("prompts, sampling, drafts", "at least one of each", "none")
     if drawn := [name for name in _DRAWN if name in settings]:

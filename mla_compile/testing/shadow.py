@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mla_compile.caches import CacheSpec
 from mla_compile.engine import Engine
-from mla_compile.engine.config import check_positive
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.latents import FP8, unpack
 from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.speculate.drafter import cache_specs
@@ -56,7 +55,7 @@ def shadow_check(engine: Engine, *, every: int = 1, tolerance: float | None = No
         MLAError: a bad argument; the message names it.
         ShadowCheckError: from the engine's call, on a difference; state and caches keep the compiled step's results.
     """
-    check_positive("every", every)
+    check_integer("every", every, 1)
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise MLAError("tolerance", "a finite number >= 0", tolerance)
     steps = engine._launcher.steps

@@ -13,10 +13,10 @@ import torch
 
 from mla_compile.defaults import DEFAULT_MAX_TOKENS, SHIPPED_MODEL
 from mla_compile.engine import Checkpoint, Completion, Engine
-from mla_compile.engine.config import check_positive, config_of
+from mla_compile.engine.config import config_of
 from mla_compile.engine.intake import checked_sampling
 from mla_compile.engine_settings import EngineSettings
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
 
@@ -94,7 +94,7 @@ class EngineActor:
         """
         if sampling is not None:
             checked_sampling("sampling", sampling)
-        check_positive("max_new_tokens", max_new_tokens)
+        check_integer("max_new_tokens", max_new_tokens, 1)
         self._max_new_tokens = max_new_tokens
         config_of(None, settings)  # checks settings before the checkpoint is read
         self._checkpoint = Checkpoint.load(

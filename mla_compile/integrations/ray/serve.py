@@ -31,8 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from mla_compile.engine.config import check_positive
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.failures import Busy, Failure
 from mla_compile.serving.origins import listening_at, warn_if_open
@@ -279,7 +278,7 @@ def build_app(
     Raises:
         MLAError: a bad argument, named.
     """
-    check_positive("replicas", replicas)
+    check_integer("replicas", replicas, 1)
     if settings.device not in ("cpu", "cuda"):
         raise MLAError("device", "cpu or cuda, as Ray chooses the GPU", repr(settings.device))
     num_gpus = settings.tensor_parallel_size if settings.device == "cuda" else 0
