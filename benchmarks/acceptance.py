@@ -6,7 +6,6 @@ The prompts are beginnings of verses and functions from chapters and files that 
 text of a small model repeats itself, which is easy to draft: a row also has the share of distinct 4-token runs.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_HEAD, SHIPPED_MODEL, DrafterName
 
@@ -71,9 +70,7 @@ def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

@@ -17,7 +17,6 @@ random weights. All in bfloat16, with 0 and 3 drafts, greedy and sampled.
 The output has one row for each part, mode, run and model. A run replaces those that it measures.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.acceptance import PROMPTS
-from benchmarks.reporting import add_row, with_known_rows
+from benchmarks.reporting import add_row, command_parser, with_known_rows
 from benchmarks.transformers_generate import random_model
 from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
@@ -142,9 +141,7 @@ def what(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--parts",

@@ -7,7 +7,6 @@ each call reads the result of the last one, as in a model's step. Each line is c
 and bit by bit between the GPUs.
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile.ops.collectives.kernels.collectives import all_reduce_add_rms_norm_triton, all_reduce_triton
 from mla_compile.ops.collectives.peers import connect
 from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton
@@ -150,9 +149,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     output = parser.parse_args().output
     # No multicast: it may put GPUs that others share out of service.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 
 MAX_LEN = 512
 WHOLE, BACKEND = "_compile.compile_inner", "OutputGraph.call_user_compiler"
@@ -118,9 +118,7 @@ def in_new_process(cache: str) -> dict[str, Any]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--model", choices=["shipped", "glm"], default="shipped")
     parser.add_argument("--layers", type=int, help="of glm; 47 by default")

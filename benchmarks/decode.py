@@ -14,7 +14,6 @@ before each step: fa3's `plan` runs on the host and is reported separately, in w
 `--choice` times.
 """
 
-import argparse
 import importlib.util
 import json
 import math
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import graph_us, relative_error
-from benchmarks.reporting import add_row, write_report
+from benchmarks.reporting import add_row, command_parser, write_report
 from mla_compile.ops.attention.decode import decode_torch
 from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
@@ -305,9 +304,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument(

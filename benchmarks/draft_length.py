@@ -11,7 +11,6 @@ round compiles and is not counted. Tokens/s are medians of the rounds, prompts i
 of the process, with one thread.
 """
 
-import argparse
 import json
 import platform
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.acceptance import PROMPTS
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 
@@ -91,9 +90,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--texts", nargs="*", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])

@@ -12,7 +12,6 @@ Tokens: with `--judged-layers` of the shape and `batch_invariant=True` each draf
 drafts (`same_tokens`): random heads are nearly always wrong, so this shows the steps right where drafts are rejected.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 
 from benchmarks.fp8_step import CONTEXT, NEW_TOKENS, engine_of, models, prompts_of, steps
 from benchmarks.measuring import DEVICE, floor_bytes, read_bandwidth
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
 from mla_compile import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.eagle3 import Eagle3Head
@@ -122,9 +121,7 @@ def texts(model: MLAForCausalLM, drafter: str, head: Path | None, batch: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--judged-layers", type=int, default=4)

@@ -7,7 +7,6 @@ its published sizes, without memory, and checked as `accelerate` checks it. The 
 those that run with transformers.
 """
 
-import argparse
 import importlib
 import inspect
 import re
@@ -19,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationMixin, PreTrainedModel
 
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile import MLAError
 from mla_compile.integrations.transformers.target import check_model
 from mla_compile.models.architecture import SAME_AS, WRAPPERS
@@ -78,9 +77,7 @@ def families() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {"transformers": transformers.__version__, "rows": []}

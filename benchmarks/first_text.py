@@ -8,7 +8,6 @@ Each number is from a process of its own, from its start to the first characters
 `whole_s` is until the end. All run the shipped model in float32.
 """
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 
 PROMPT = "In the beginning"
 LIBRARY = f"""
@@ -103,9 +102,7 @@ ENTRANCES: dict[str, Callable[[dict[str, str]], dict[str, float]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     report: dict[str, Any] = {

@@ -7,7 +7,6 @@ its most likely next token is compared at every position. Up to the first differ
 has the share of equal positions, and the number of tokens before the first difference.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.acceptance import PROMPTS
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile import Engine, MLABatch, load_model, load_tokenizer, prefill_segment
 from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_MODEL
@@ -59,9 +58,7 @@ def agreement(model: MLAForCausalLM, texts: list[tuple[list[int], list[int]]], d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

@@ -16,7 +16,6 @@ is a plain read of the latents. `steps`: the median ms of a step of GLM-4.7-Flas
 weights, the floor, and the rows of this length that fit beside the weights. Its other rows in the output are kept.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from benchmarks.fp8_step import NEW_TOKENS, PAGE_SIZE, steps
 from benchmarks.kernels import graph_us, relative_error
 from benchmarks.measuring import DEVICE, floor_bytes, latent_bytes, read_bandwidth
 from benchmarks.random_weights import random_model, settings_of
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
 from mla_compile import Engine, MLABatch, load_model, load_tokenizer, prefill_segment
 from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_HEAD, SHIPPED_MODEL, KvCacheDtype
@@ -237,9 +236,7 @@ def timed_steps(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("what", choices=["quality", "kernels", "steps"])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--device", default=DEVICE)

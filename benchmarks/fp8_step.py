@@ -16,7 +16,6 @@ The output has one row for each kind of weights, mode, number of drafts and batc
 measures.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterable
 from itertools import product
@@ -28,7 +27,7 @@ import torch
 
 from benchmarks.measuring import DEVICE, Marks, floor_bytes, read_bandwidth
 from benchmarks.random_weights import Weights, random_model, settings_of
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
 from mla_compile import Engine, MLABatch, prefill_segment
 from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
@@ -118,9 +117,7 @@ def written(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--judged-layers", type=int, default=4)

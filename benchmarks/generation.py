@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import write_report
+from benchmarks.reporting import command_parser, write_report
 
 PROMPT = "And it came to pass, that"
 TOKENS = 200
@@ -94,9 +94,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--k", type=int, nargs="*", default=[0, 1, 3, 5])
     parser.add_argument("--device", default="cpu")

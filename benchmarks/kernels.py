@@ -6,7 +6,6 @@ Each line is checked in the same run before it is timed. Times are of replayed C
 several copies of the weights in turn, so that the cache holds no weights that other layers of a model would evict.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.reporting import command_parser
 from mla_compile.ops.experts.moe import moe_torch
 from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.library import call_of, tables
@@ -158,9 +158,7 @@ def fp8_linear_lines(columns: int, k: int, all_tokens: Sequence[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU")

@@ -15,7 +15,6 @@ read in the same run.
 A run replaces the rows of the output that it measures.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -30,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.fp8_step import CONTEXT, engine_of, prompts_of
 from benchmarks.measuring import latent_bytes, read_bandwidth, share_of_experts
 from benchmarks.random_weights import CONFIGS, random_model, settings_of
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
 from mla_compile import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
@@ -63,9 +62,7 @@ def layers_of(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--shapes", nargs="+", choices=list(CONFIGS), default=["glm"])
     parser.add_argument("--weights", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"])

@@ -13,7 +13,6 @@ all of their memory exists, and their bytes are left out. Bytes read of a file a
 disk reads pages and ahead, and processes of a machine share its cache. This reads Linux's `/proc`.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -34,7 +33,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks import random_checkpoint
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile import Parallel, load_model
 from mla_compile.models import MLAForCausalLM, checkpoint
 from mla_compile.models.names import hugging_face_name
@@ -200,9 +199,7 @@ def forget(directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2, help="that share the model, after one alone")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of weights, at least")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -58,7 +58,7 @@ from benchmarks.http_client import Connection, connected
 from benchmarks.measuring import DEVICE, figures, floor_bytes, read_bandwidth
 from benchmarks.processes import ProcessFailed, meet, module_command, run, send_row
 from benchmarks.random_weights import TINY, Weights, meta_model_of, random_model, settings_of
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
 from benchmarks.server import server, started
 from mla_compile import Engine, MLABatch, SamplingParams, prefill_segment
 
@@ -392,9 +392,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add, systems, kinds = parser.add_argument, ["vllm", "ours"], [*get_args(Weights), FP8_ACTIVATIONS]
     add(
         "--parts",

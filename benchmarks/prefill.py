@@ -10,7 +10,6 @@ weights if that is longer. `sdpa` is torch's own attention on chunks of one leng
 keys concatenated and expanded before; `sdpa_expanded` includes the expansion.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.decode import product_rate
 from benchmarks.kernels import BYTES_PER_US, relative_error
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile import prefill_segment
 from mla_compile.ops.attention.kernels.keys import expanded_keys
 from mla_compile.ops.attention.operands import PrefillOperands
@@ -127,9 +126,7 @@ def measure(model: str, rows: int, new: int, cached: int, flops_per_us: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     output = parser.parse_args().output
     torch.manual_seed(0)

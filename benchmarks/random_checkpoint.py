@@ -6,7 +6,6 @@ The checkpoint has the shipped model's tokenizer and loads as any other: 4 layer
 `--set NAME=NUMBER` changes a setting of the shape.
 """
 
-import argparse
 import json
 import math
 import shutil
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Glm4MoeLiteConfig
 
+from benchmarks.reporting import command_parser
 from mla_compile.defaults import SHIPPED_MODEL
 
 
@@ -108,9 +108,7 @@ def draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tenso
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", dest="settings")

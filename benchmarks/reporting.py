@@ -1,10 +1,19 @@
-"""Reports of benchmarks: rows of JSON, printed and written to a file. Each row has the commit that was measured."""
+"""What all benchmark commands share: their parser, and reports: rows of JSON, printed and written to a file. Each row
+has the commit that was measured."""
 
+import argparse
 import json
 import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+def command_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command's parser, which prints the description as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 @cache

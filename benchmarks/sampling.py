@@ -6,7 +6,6 @@ Logits of GLM's 154,880 ids, normal with a standard deviation of 2.5; rows with 
 are compared with those of plain torch in the same run. Times are of replayed CUDA graphs, in microseconds.
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.kernels import graph_us
 from benchmarks.measuring import DEVICE
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile.ops.sampling.sample import sample_tokens_op, sample_torch
 
 VOCAB, POSITIONS = 154_880, 4
@@ -40,9 +39,7 @@ def arguments(rows: int, settings: tuple[float, int, float, float], vocab: int =
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()

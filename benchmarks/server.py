@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.http_client import Connection, ask, connected, metrics, quantile
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Checkpoint, Engine
 from mla_compile.engine.request import Request
@@ -232,9 +232,7 @@ def load_engine(args: argparse.Namespace, max_model_len: int) -> Engine:
 def main() -> None:
     """The command."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--model", type=Path, default=SHIPPED_MODEL)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument(

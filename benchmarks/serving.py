@@ -24,7 +24,6 @@ meanwhile, by the profiler. Last, on any machine, the scheduler alone: host time
 rows.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -46,7 +45,7 @@ from transformers import (
 )
 
 from benchmarks.measuring import DEVICE, Marks, figures
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, command_parser
 from benchmarks.transformers_generate import random_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
@@ -357,9 +356,7 @@ def served(name: str, k: int, longest: int) -> Iterator[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--models", nargs="*", choices=["v3", "shipped"], default=["v3", "shipped"])
     parser.add_argument("--rows", type=int, default=32)

@@ -15,7 +15,6 @@ bytes of weights, latents and indexer keys that a step must read over the bandwi
 rows that it measures.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.kernels import FLOPS_PER_US, graph_us, relative_error
 from benchmarks.random_weights import random_model, settings_of
-from benchmarks.reporting import add_row, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine
 from mla_compile.defaults import KvCacheDtype
@@ -235,9 +234,7 @@ def steps(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("what", choices=["kernels", "steps"])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 2, 8, 16, 32, 64, 128, 256])

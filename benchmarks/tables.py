@@ -7,7 +7,6 @@ A page marks the place of a part by its name: `<!-- filled: decode -->`, the par
 `PARTS` generates one part, sentences with measured figures included.
 """
 
-import argparse
 import functools
 import json
 import re
@@ -19,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reporting import command_parser
 from stress.sanitize import summaries
 
 ROOT = Path(__file__).parents[1]
@@ -1247,9 +1247,7 @@ def pages() -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
     old = {page: page.read_text(encoding="utf-8") for page in pages()}

@@ -50,7 +50,7 @@ from benchmarks.fp8_step import PAGE_SIZE, judged
 from benchmarks.measuring import DEVICE, Marks, floor_bytes, read_bandwidth
 from benchmarks.processes import Group, ProcessFailed, meet, module_command, run, send_row
 from benchmarks.random_weights import Weights, meta_model_of, random_model, settings_of
-from benchmarks.reporting import add_row, write_report
+from benchmarks.reporting import add_row, command_parser, write_report
 from mla_compile import Engine, Parallel, follow
 from mla_compile.engine import CaptureReport
 from mla_compile.engine.config import EngineConfig
@@ -447,9 +447,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path, help="its other rows are kept")
     parser.add_argument("--plot", type=Path, help="of all rows of the output")
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))

@@ -46,7 +46,7 @@ from transformers.modeling_layers import MtpModel
 
 from benchmarks.measuring import DEVICE, Marks, floor_bytes, read_bandwidth
 from benchmarks.random_weights import SMALL_V3
-from benchmarks.reporting import write_report
+from benchmarks.reporting import command_parser, write_report
 from mla_compile.engine.config import EngineSettings
 from mla_compile.integrations.transformers import accelerate, restore
 
@@ -209,9 +209,7 @@ def variant(text: str) -> tuple[str, list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output", type=Path, help="written after each measurement")
     parser.add_argument("--model", choices=list(CONTEXTS), default="glm")
     parser.add_argument(
