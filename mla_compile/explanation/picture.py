@@ -55,17 +55,13 @@ def _footer(graphs: dict[str, fx.GraphModule], layers: Layers) -> list[str]:
 
 
 def _panel(panel: ET.Element, group: Group) -> ET.Element:
-    layer = group.layer
-    decode, prefill = layer.decode, layer.prefill
+    decode, prefill = group.has("decode"), group.has("prefill")
     absent = {"no-decode" if decode else "decode", "no-prefill" if prefill else "prefill"}
     for part in panel.findall(f"{{{_SVG}}}g"):
         if part.get("class") in absent:
             panel.remove(part)
     join = "written to one tensor" if decode and prefill else "nothing to join"
-    words = {**vars(layer), "title": group.title, "join": join}
-    for kind, segment in (("decode", decode), ("prefill", prefill)):
-        words |= {} if segment is None else {f"{kind}_{name}": size for name, size in vars(segment).items()}
-    _fill(panel, words)
+    _fill(panel, {**group.shapes, "title": group.title, "join": join})
     return panel
 
 
