@@ -1,7 +1,7 @@
 """Find every attention call of a graph, and the ops that replace it after the passes."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import fx
@@ -17,20 +17,55 @@ from mla_compile.passes.provenance import module_path
 
 
 @dataclass(frozen=True)
-class Group:
-    """Consecutive attention calls that differ only in their names.
+class Decode:
+    """Shapes of a decode segment."""
 
-    shapes: as text, with sizes: of the unified op (`tokens`, `q_nope`, ...), and of the segments that replace it after
-        the passes (`decode_rows`, `prefill_keys`, ...); none of a segment that the calls lack. Also `append`, the op
-        that appends after the passes.
-    """
+    rows: str
+    q_len: str
+    tokens: str
+    q_nope: str
+    q_pe: str
+    q_latent: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Shapes of a prefill segment."""
+
+    chunks: str
+    tokens: str
+    q: str
+    keys: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention call: the shapes of the unified op, and of the segments that replace it after the passes."""
+
+    name: str
+    tokens: str
+    q_nope: str
+    q_pe: str
+    kv_c: str
+    k_pe: str
+    kv_cache: str
+    w_uk: str
+    w_uv: str
+    out: str
+    append: str
+    """The op that appends after the passes."""
+    decode: Decode | None
+    prefill: Prefill | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive attention calls that differ only in their names."""
 
     names: tuple[str, ...]
-    shapes: dict[str, str]
-
-    def has(self, segment: str) -> bool:
-        """Whether the calls have the segment "decode" or "prefill"."""
-        return f"{segment}_tokens" in self.shapes
+    layer: Layer
 
     @property
     def title(self) -> str:
@@ -78,12 +113,10 @@ def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     shapes = Shapes()
     # A user's passes may keep the unified op, or add segments: calls without a counterpart are not drawn.
     paired = zip(*stages) if len({len(stage) for stage in stages}) == 1 else ()
-    layers = [
-        (module_path(nodes[0]) or f"call {i}", _shapes(shapes, *nodes)) for i, nodes in enumerate(paired)
-    ]
+    layers = [_layer(shapes, f"call {i}", *nodes) for i, nodes in enumerate(paired)]
     groups = [
-        Group(tuple(name for name, _ in same), found)
-        for found, same in groupby(layers, key=operator.itemgetter(1))
+        Group(tuple(one.name for one in same), layer)
+        for layer, same in groupby(layers, key=lambda layer: replace(layer, name=""))
     ]
     return Layers(len(unified), groups, shapes.hints)
 
@@ -109,41 +142,48 @@ def _calls(gm: fx.GraphModule) -> list[_Call]:
     return found
 
 
-def _shapes(shapes: Shapes, unified: fx.Node, split: _Call, final: _Call) -> dict[str, str]:
-    """See `Group`."""
+def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, final: _Call) -> Layer:
     given = op_arguments(unified)
     inputs = ("q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "w_uk", "w_uv")
-    found = {"tokens": shapes.first_size(unified)} | {name: shapes.shape(given[name]) for name in inputs}
-    found |= {"out": shapes.shape(unified), "append": op_name(final.append)}
-    if split.decode is not None and final.decode is not None:
-        found |= _decode(shapes, split.decode, final.decode)
-    return found if final.prefill is None else found | _prefill(shapes, final.prefill)
+    return Layer(
+        name=module_path(unified) or default_name,
+        tokens=shapes.first_size(unified),
+        **{name: shapes.shape(given[name]) for name in inputs},
+        out=shapes.shape(unified),
+        append=op_name(final.append),
+        decode=_decode(shapes, split.decode, final.decode),
+        prefill=_prefill(shapes, final.prefill),
+    )
 
 
-def _decode(shapes: Shapes, before: fx.Node, after: fx.Node) -> dict[str, str]:
+def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> Decode | None:
+    if before is None or after is None:
+        return None
     given, split = op_arguments(after), op_arguments(before)
     q_latent, q_len = given["q_latent"], split["q_len"]
-    return {
-        "decode_rows": shapes.first_size(split["seq_lens"]),
-        "decode_q_len": shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
-        "decode_tokens": shapes.first_size(after),
-        "decode_q_nope": shapes.shape(_absorbed(q_latent)),
-        "decode_q_pe": shapes.shape(given["q_pe"]),
-        "decode_q_latent": shapes.shape(q_latent),
-        "decode_out": shapes.shape(_up_projected(after)),
-    }
+    return Decode(
+        rows=shapes.first_size(split["seq_lens"]),
+        q_len=shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
+        tokens=shapes.first_size(after),
+        q_nope=shapes.shape(_absorbed(q_latent)),
+        q_pe=shapes.shape(given["q_pe"]),
+        q_latent=shapes.shape(q_latent),
+        out=shapes.shape(_up_projected(after)),
+    )
 
 
-def _prefill(shapes: Shapes, node: fx.Node) -> dict[str, str]:
+def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
+    if node is None:
+        return None
     given = op_arguments(node)
     tokens, (_, heads, width) = shapes.first_size(given["q"]), tensor_of(node).shape
-    return {
-        "prefill_chunks": shapes.size(tensor_of(given["cu_seqlens_q"]).shape[0] - 1),
-        "prefill_tokens": tokens,
-        "prefill_q": shapes.shape(given["q"]),
-        "prefill_keys": shapes.size(tensor_of(given["key_slots"]).shape[1]),
-        "prefill_out": f"[{tokens}, {shapes.size(heads)}, {shapes.size(width)}]",
-    }
+    return Prefill(
+        chunks=shapes.size(tensor_of(given["cu_seqlens_q"]).shape[0] - 1),
+        tokens=tokens,
+        q=shapes.shape(given["q"]),
+        keys=shapes.size(tensor_of(given["key_slots"]).shape[1]),
+        out=f"[{tokens}, {shapes.size(heads)}, {shapes.size(width)}]",
+    )
 
 
 def _absorbed(node: fx.Node) -> fx.Node:

@@ -55,13 +55,17 @@ def _footer(graphs: dict[str, fx.GraphModule], layers: Layers) -> list[str]:
 
 
 def _panel(panel: ET.Element, group: Group) -> ET.Element:
-    decode, prefill = group.has("decode"), group.has("prefill")
+    layer = group.layer
+    decode, prefill = layer.decode, layer.prefill
     absent = {"no-decode" if decode else "decode", "no-prefill" if prefill else "prefill"}
     for part in panel.findall(f"{{{_SVG}}}g"):
         if part.get("class") in absent:
             panel.remove(part)
     join = "written to one tensor" if decode and prefill else "nothing to join"
-    _fill(panel, {**group.shapes, "title": group.title, "join": join})
+    words = {**vars(layer), "title": group.title, "join": join}
+    for kind, segment in (("decode", decode), ("prefill", prefill)):
+        words |= {} if segment is None else {f"{kind}_{name}": size for name, size in vars(segment).items()}
+    _fill(panel, words)
     return panel
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
 
 from torch import fx
 
@@ -21,30 +20,28 @@ def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
 
 
 def _group(group: Group) -> Iterator[str]:
-    call, decode, prefill = SimpleNamespace(**group.shapes), group.has("decode"), group.has("prefill")
+    layer = group.layer
+    decode, prefill = layer.decode, layer.prefill
     yield group.title
     parts = []
     if decode:
-        rows = counted(call.decode_rows, "row")
-        parts.append(f"{call.decode_tokens} decode ({rows} x q_len {call.decode_q_len})")
+        parts.append(f"{decode.tokens} decode ({counted(decode.rows, 'row')} x q_len {decode.q_len})")
     if prefill:
-        parts.append(f"{call.prefill_tokens} prefill ({counted(call.prefill_chunks, 'chunk')})")
-    yield f"  tokens   {call.tokens} = {' + '.join(parts)}"
-    arguments = f"q_nope {call.q_nope}, q_pe {call.q_pe}, kv_c {call.kv_c}, k_pe {call.k_pe}"
-    yield f"  before   mla_attention({arguments}) -> {call.out}"
-    yield f"  append   {call.append}   kv_c {call.kv_c}, k_pe {call.k_pe} -> kv_cache {call.kv_cache}"
+        parts.append(f"{prefill.tokens} prefill ({counted(prefill.chunks, 'chunk')})")
+    yield f"  tokens   {layer.tokens} = {' + '.join(parts)}"
+    arguments = f"q_nope {layer.q_nope}, q_pe {layer.q_pe}, kv_c {layer.kv_c}, k_pe {layer.k_pe}"
+    yield f"  before   mla_attention({arguments}) -> {layer.out}"
+    yield f"  append   {layer.append}   kv_c {layer.kv_c}, k_pe {layer.k_pe} -> kv_cache {layer.kv_cache}"
     if decode and prefill:
-        yield f"  split    q, kv into {call.decode_tokens} decode and {call.prefill_tokens} prefill tokens"
+        yield f"  split    q, kv into {decode.tokens} decode and {prefill.tokens} prefill tokens"
     if decode:
-        q_nope, q_latent, q_pe = call.decode_q_nope, call.decode_q_latent, call.decode_q_pe
-        yield f"  decode   absorb       q_nope {q_nope} @ w_uk {call.w_uk} -> q_latent {q_latent}"
-        yield f"           mla_decode   q_latent {q_latent}, q_pe {q_pe} -> {q_latent}"
-        yield f"           up-project   {q_latent} @ w_uv {call.w_uv} -> {call.decode_out}"
+        yield f"  decode   absorb       q_nope {decode.q_nope} @ w_uk {layer.w_uk} -> q_latent {decode.q_latent}"
+        yield f"           mla_decode   q_latent {decode.q_latent}, q_pe {decode.q_pe} -> {decode.q_latent}"
+        yield f"           up-project   {decode.q_latent} @ w_uv {layer.w_uv} -> {decode.out}"
     if prefill:
-        keys = counted(call.prefill_keys, "key")
-        yield f"  prefill  mla_prefill  q {call.prefill_q}, {keys} read -> {call.prefill_out}"
+        yield f"  prefill  mla_prefill  q {prefill.q}, {counted(prefill.keys, 'key')} read -> {prefill.out}"
     if decode and prefill:
-        yield f"  join     mla_prefill  {call.decode_out} + {call.prefill_out} -> {call.out}"
+        yield f"  join     mla_prefill  {decode.out} + {prefill.out} -> {layer.out}"
 
 
 def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:
