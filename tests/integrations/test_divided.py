@@ -14,7 +14,7 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, restore
 from tests.integrations.families import stock_model
 
-REFUSED = r"expected a model that is whole in this process, got a \w+ divided"
+REFUSED = r"expected a model that is whole in this process, got \w+ divided"
 
 
 @pytest.fixture(autouse=True)
