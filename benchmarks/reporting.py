@@ -1,5 +1,7 @@
-"""What all benchmark commands share: their parser, and reports: rows of JSON, printed and written to a file. Each row
-has the commit that was measured."""
+"""What all benchmark commands share: their parser, and reports.
+
+A report has rows of JSON, printed and written to a file, each with the commit that was measured.
+"""
 
 import argparse
 import json

@@ -12,7 +12,7 @@ from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     DecodeBackend,
     decode_call,
-    num_queries,
+    facts_of_queries,
     of_any_size,
     select_backend,
 )
@@ -70,7 +70,7 @@ _LAYOUTS = {
 @define_op(
     table=DECODE_BACKENDS,
     layouts=_LAYOUTS,
-    facts=num_queries,
+    facts=facts_of_queries,
     run=_run,
     returns=("out", "lse"),
     layout=torch.Tag.flexible_layout,

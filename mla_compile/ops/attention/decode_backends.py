@@ -191,7 +191,7 @@ def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bo
     return Call(*describe_device(operands.q_latent.device), captured, known, batch_invariant)
 
 
-def num_queries(q_latent: Tensor, q_len: int) -> dict[str, object]:
+def facts_of_queries(q_latent: Tensor, q_len: int) -> dict[str, object]:
     """The fact `QUERIES` of a call; none if a symbolic number of tokens decides."""
     of_row: Any = q_len * q_latent.shape[1]
     of_call: Any = q_latent.shape[0] * q_latent.shape[1]

@@ -50,30 +50,30 @@ class AttentionTiles:
 def decode_tiles(
     num_queries: int, rank: int, dtype: torch.dtype, device: Device, *, fp8: bool = False
 ) -> AttentionTiles:
-    """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
+    """Tiles that keep the output, `[rank, queries]` in float32, in registers, and two tiles of keys in shared memory.
 
     num_queries: `q_len * heads`; for batch-invariant decode `heads` alone, as other tiles may add in another order. On
     Hopper four warps share 64 keys, the size of one of its matrix instructions; two such groups would compute the
-    scores twice. With 32 rows of wide latents this makes Triton 3.8 spill up to 288 bytes per thread. With 32 keys two
-    groups share the output, as in `absorbed_tiles`, and nothing spills. So do FP8 latents, converted in registers.
+    scores twice. With 32 queries over wide latents this makes Triton 3.8 spill up to 288 bytes per thread. With 32 keys
+    two groups share the output, as in `absorbed_tiles`, and nothing spills. So do FP8 latents, converted in registers.
     On other GPUs 32 keys fit the 99 KB of the smaller ones. Float32 runs on CUDA cores: tensor cores would round it.
     """
     if dtype == torch.float32:
         return AttentionTiles(queries=16, keys=16, warps=8, stages=1)
     if device.capability[0] != 9:
         return AttentionTiles(queries=16, keys=32, warps=4, stages=3)
-    rows = min(32 if rank > 256 else 64, power_of_two(num_queries))
-    if fp8 or (rank > 256 and rows == 32 and triton_version() >= (3, 8)):  # chosen by spills
-        return AttentionTiles(queries=rows, keys=32, warps=8, stages=3)
-    return AttentionTiles(queries=rows, keys=64, warps=4, stages=2)
+    queries = min(32 if rank > 256 else 64, power_of_two(num_queries))
+    if fp8 or (rank > 256 and queries == 32 and triton_version() >= (3, 8)):  # chosen by spills
+        return AttentionTiles(queries=queries, keys=32, warps=8, stages=3)
+    return AttentionTiles(queries=queries, keys=64, warps=4, stages=2)
 
 
 def absorbed_tiles(
     num_queries: int, rank: int, dtype: torch.dtype, device: Device, *, fp8: bool = False
 ) -> AttentionTiles:
-    """The tiles of decode; for many queries on Hopper 64 rows, whose output two groups of four warps share.
+    """The tiles of decode; for many queries on Hopper, tiles of 64, whose output two groups of four warps share.
 
-    With rank 512 on an H200, 64 rows save 8 to 24% of the time from 512 queries on, though they spill with GLM's 20
+    With rank 512 on an H200, tiles of 64 save 8 to 24% of the time from 512 queries on, though they spill with GLM's 20
     heads. With 320 queries or fewer they cost 5 to 18% more.
     """
     if num_queries < 512 or dtype == torch.float32 or device.capability[0] != 9:

@@ -154,10 +154,10 @@ def _experts(operands: ExpertOperands, batch_invariant: bool = False) -> Tensor:
     fp8_activations: whether many tokens may be quantised to FP8 if the weights are FP8, each with a scale for 128
         columns; else products have the precision of x.
     """
-    x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
+    x, _, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
     gate_up_scale, down_scale = operands.gate_up_scale, operands.down_scale
     sizes = validate.Layouts()
-    given = {"x": x, "w_down": w_down, "w_gate_up": w_gate_up, "topk_weights": topk_weights}
+    given = operands._asdict()
     weights = {"w_down": "experts, hidden, intermediate", "w_gate_up": "experts, 2 * intermediate, hidden"}
     if gate_up_scale is not None or down_scale is not None:
         sizes.tensors({"x": "tokens, hidden"}, given)
