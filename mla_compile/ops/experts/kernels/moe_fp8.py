@@ -42,14 +42,14 @@ class Tiles:
 
 
 @triton.jit
-def _product(large, small, w, COLUMNS_FIRST: tl.constexpr):
+def _product(large, small, w, PARTS: tl.constexpr, COLUMNS_FIRST: tl.constexpr):
     """`[tokens, columns]`, with COLUMNS_FIRST transposed. The sum of the small products is rounded before it is large."""
     if COLUMNS_FIRST:
-        if small is None:
+        if PARTS == 1:
             return tl.dot(w, tl.trans(large))
         else:
             return tl.dot(w, tl.trans(large), tl.dot(w, tl.trans(small)))
-    elif small is None:
+    elif PARTS == 1:
         return tl.dot(large, tl.trans(w))
     else:
         return tl.dot(large, tl.trans(w), tl.dot(small, tl.trans(w)))
@@ -94,17 +94,17 @@ def _two_products(
         )
         at = block * BLOCK + k
         large = tl.load(x_at[:, None] + at, mask=inside[:, None], other=0.0)
-        small = None
+        small = large
         if PARTS == 2:
             small = tl.load(x_at[:, None] + part_stride + at, mask=inside[:, None], other=0.0)
         w_first = tl.load(first_at[:, None] + at)
         w_second = tl.load(second_at[:, None] + at)
         if COLUMNS_FIRST:
-            first = tl.fma(_product(large, small, w_first, True), of_first[None, :], first)
-            second = tl.fma(_product(large, small, w_second, True), of_second[None, :], second)
+            first = tl.fma(_product(large, small, w_first, PARTS, True), of_first[None, :], first)
+            second = tl.fma(_product(large, small, w_second, PARTS, True), of_second[None, :], second)
         else:
-            first = tl.fma(_product(large, small, w_first, False), of_first[:, None], first)
-            second = tl.fma(_product(large, small, w_second, False), of_second[:, None], second)
+            first = tl.fma(_product(large, small, w_first, PARTS, False), of_first[:, None], first)
+            second = tl.fma(_product(large, small, w_second, PARTS, False), of_second[:, None], second)
         of_first = next_first
         of_second = next_second
     if COLUMNS_FIRST:

@@ -87,14 +87,15 @@ def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
 def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
     """x, float32 `[rows, BLOCK]`, as `(large + small) * scale` with FP8 values and a scale for each row.
 
-    One part: the largest of a row becomes 448, and small is None. Two parts hold bfloat16: large is x with 4 bits, and
+    One part: the largest of a row becomes 448, and small is not used. Two parts hold bfloat16: large is x with 4 bits, and
     small the other 4. The scale is a power of two, and the largest becomes 128 to 255. Numbers from 2^-9 of the
     largest on are exact; the error of others is at most 2^-18 of the largest.
     """
     largest = tl.max(tl.abs(x), 1)
     if PARTS == 1:
         scale = tl.where(largest == 0.0, 1.0, largest / 448.0)
-        return (x / scale[:, None]).to(dtype), None, scale
+        large = (x / scale[:, None]).to(dtype)
+        return large, large, scale
     else:
         exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8) - 7
         scale = (exponent << 23).to(tl.float32, bitcast=True)
