@@ -100,8 +100,10 @@ def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
         exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8) - 7
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        large = scaled.to(dtype)
-        return large, (scaled - large.to(tl.float32)).to(dtype), scale
+        # Rounded as bits: ptxas 12.8 and 13.0 convert arbitrary bits in place of FP8 that was only just made.
+        bits = scaled.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        return rounded.to(dtype), (scaled - rounded).to(dtype), scale
 
 
 @triton.jit(do_not_specialize=["rows"])
