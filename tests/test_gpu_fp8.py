@@ -1,6 +1,7 @@
 """On a CUDA device: products and experts by FP8 weights at the sizes of real models, and an engine's tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,9 +15,10 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.ops import library
 from mla_compile.ops.device import device_of
 from mla_compile.ops.dispatch import Candidate
-from mla_compile.ops.experts.kernels.moe import moe_rounded, moe_triton
+from mla_compile.ops.experts.kernels.moe import moe_triton
+from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8
 from mla_compile.ops.experts.moe import moe_experts_op
-from mla_compile.ops.experts.tiles import fp8_moe_tiles
+from mla_compile.ops.experts.tiles import fp8_moe_tiles, fp8_product_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.linear.fp8_linear import fp8_linear, fp8_linear_op
 from mla_compile.ops.linear.kernels import blocks
@@ -28,8 +30,8 @@ from tests.kernel_cases import (
     check_moe,
     check_padded_moe,
     check_quantised_moe,
-    dequantized,
     moe_case,
+    moe_reference,
     padding,
 )
 
@@ -109,22 +111,31 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
         assert torch.equal(got, whole), (gate_up, down)
 
 
-@pytest.mark.parametrize("among", [3, 16])
-@pytest.mark.parametrize("tokens", [1100, 5000])
-def test_experts_of_many_tokens_have_the_bits_of_rounded_weights(tokens: int, among: int) -> None:
+@pytest.mark.parametrize("tokens", [5, 40, 600])
+def test_no_tile_of_fp8_products_changes_a_bit(tokens: int) -> None:
+    """Nor do the other tokens, sorted or not."""
     case = glm_case(tokens)
-    case.topk_ids %= among
-    expected = moe_rounded(dequantized(case).operands())
-    assert torch.equal(moe_rounded(case.operands()), expected)
+    whole = moe_fp8(case.operands())
+    plans = {fp8_product_tiles(pairs, 64, 2) for pairs in (4, 600, 4000, 9000)}
+    assert len(plans) == 4
+    for tiles in plans:
+        if tokens > 48 or tiles[0].tokens < 64:
+            assert torch.equal(moe_fp8(case.operands(), tiles=tiles), whole), tiles
+    error, of_half = (
+        (got.double() - moe_reference(case)).norm() for got in (whole, moe_triton(case.operands()))
+    )
+    assert error < 1.2 * of_half, "the error of rounding results to bfloat16"
+    few = replace(case, **{name: getattr(case, name)[1:4] for name in ("x", "topk_weights", "topk_ids")})
+    assert torch.equal(moe_fp8(few.operands()), whole[1:4])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 100, 2048])
 def test_experts_at_the_size_of_glm(tokens: int) -> None:
     case = glm_case(tokens)
     assert choose("moe_experts", (*case.all_args(), False)).chosen.name == (
-        "gemv_fp8" if tokens <= 2 else "triton_fp8" if tokens <= 100 else "rounded"
+        "gemv_fp8" if tokens <= 2 else "fp8_products"
     )
-    assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "triton_fp8_in_order"
+    assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "fp8_products"
     whole = moe_experts_op(*case.all_args(), True)
     if tokens <= 100:
         check_moe(case, whole)
@@ -173,7 +184,7 @@ def test_products_of_tokens_in_fp8(columns: int, k: int) -> None:
     weight, scale = fp8_weight(columns, k, device="cuda")
     for tokens in (129, 131, 600, 4097):
         x = torch.randn(tokens, k + 8, device="cuda").bfloat16()[:, 8:]
-        values, scales = quantize_triton(x)
+        (values,), scales = quantize_triton(x, 1)
         stored, of_blocks = quantised(x)
         torch.testing.assert_close(scales.t()[:tokens], of_blocks, rtol=1e-6, atol=0)
         assert (values[:tokens].float() != stored.float()).float().mean() < 1e-3, "but for ties"

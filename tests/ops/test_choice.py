@@ -210,7 +210,7 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         many = op == "moe_router" and len(args[0]) > 32
         kernel = "product" if many else "gemv" if op == "moe_experts" and is_few(args[0]) else "triton"
         kernel = "blocks" if op == "fused_linear" and len(args[0]) > 2 else kernel
-        if op == "moe_experts" and is_new and machine >= (8, 9) and are_many(*args):
+        if op == "moe_experts" and is_new and are_many(*args):
             kernel = "rounded"
         assert selection.chosen.name == (kernel if expected else "reference"), f"seed {seed}"
         names = [candidate.name for candidate in tables[op]]

@@ -183,10 +183,10 @@ def test_a_kernel_takes_shared_experts_that_each_begin_a_block_of_scales(
     ("machine", "dtype", "tokens", "k", "linear", "experts"),
     [
         ((9, 0), torch.bfloat16, 600, 128, *["fp8_activations"] * 2),
-        ((9, 0), torch.bfloat16, 128, 128, "blocks_in_order", "triton_fp8"),
-        ((9, 0), torch.bfloat16, 600, 130, "dequantized", "rounded"),
+        ((9, 0), torch.bfloat16, 128, 128, "blocks_in_order", "fp8_products"),
+        ((9, 0), torch.bfloat16, 600, 130, "dequantized", "triton_fp8"),
         ((9, 0), torch.float16, 600, 128, "dequantized", "triton_fp8"),
-        ((8, 9), torch.bfloat16, 600, 128, "dequantized", "rounded"),
+        ((8, 9), torch.bfloat16, 600, 128, "dequantized", "triton_fp8"),
         (None, torch.bfloat16, 600, 128, "reference", "reference"),
     ],
     ids=str,

@@ -115,37 +115,28 @@ def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [0, 1])
-def test_experts_of_many_tokens_are_converted_while_others_are_multiplied(shared: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "parts"), [(50, 2), (300, 2), (600, 2), (3000, 2), (600, 1)], ids=lambda value: str(value)
+)
+def test_experts_multiply_fp8_by_fp8_and_convert_no_weight(tokens: int, parts: int, shared: int) -> None:
+    """Nor does a loop over blocks spill registers, but for one of two."""
     pytest.importorskip("triton")
-    from mla_compile.ops.experts.kernels.moe import moe_rounded
+    from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8
     from tests.triton_compile import compiled_for
 
-    size = {"experts": 3, "hidden": 256, "intermediate": 256, "shared": shared}
-    case = moe_case(600, 1, **size, dtype=torch.bfloat16, fp8=True)
+    size = {"experts": 20, "hidden": 256, "intermediate": 256, "shared": shared}
+    case = moe_case(tokens, 1, **size, dtype=torch.bfloat16, fp8=True)
     with compiled_for(90) as kernels:
-        moe_rounded(case.operands())
-    for kernel in kernels[1:3]:
-        assert kernel.spilled_bytes == 0 and kernel.shared_memory <= 227 * 1024, kernel.name
-        waits = [int(left) for left in re.findall(r"wgmma.wait_group.sync.aligned (\d+)", kernel.text)]
-        assert waits.count(0) == 1, "only after the loop does a program wait for all products"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("shared", [0, 1])
-def test_experts_of_tokens_in_fp8_fit_twice_and_multiply_fp8_by_fp8(shared: int) -> None:
-    pytest.importorskip("triton")
-    from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8_activations
-    from tests.triton_compile import compiled_for
-
-    size = {"experts": 3, "hidden": 256, "intermediate": 256, "shared": shared}
-    case = moe_case(600, 1, **size, dtype=torch.bfloat16, fp8=True)
-    with compiled_for(90) as kernels:
-        moe_fp8_activations(case.operands())
-    products = [kernel for kernel in kernels if kernel.name.endswith("_fp8_kernel")]
+        moe_fp8(case.operands(), parts=parts)
+    products = [kernel for kernel in kernels if kernel.name.endswith(("up_fp8_kernel", "down_fp8_kernel"))]
     assert len(products) == 2
     for kernel in products:
-        assert 2 * kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 96, kernel.name
-        assert re.search(r"wgmma.mma_async.\S+.m64n128k32.f32.e4m3.e4m3", kernel.text)
+        instructions = kernel.instructions()
+        assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 96, kernel.name
+        assert re.search(r"wgmma.mma_async.\S+.m64n(16|64|128)k32.f32.e4m3.e4m3", kernel.text)
+        assert "UNPACK_B" not in instructions
+        first, last = instructions.index("QGMMA"), instructions.rindex("QGMMA")
+        assert len(re.findall(r"\b(STL|LDL)\b", instructions[first:last])) <= 2
 
 
 @pytest.mark.long

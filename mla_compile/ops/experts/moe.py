@@ -53,6 +53,21 @@ _TRITON_FP8 = replace(
     constraints={**_TRITON.constraints, "weights": ("FP8",)},
     batch_invariant=False,
 )
+_FP8_PRODUCTS = replace(
+    _TRITON_FP8,
+    name="fp8_products",
+    description="bfloat16 tokens as sums of two FP8 vectors: FP8 by FP8, and no weight is converted",
+    function="mla_compile.ops.experts.kernels.moe_fp8:moe_fp8",
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    constraints={
+        **_TRITON_FP8.constraints,
+        "dtype": (torch.bfloat16,),
+        "hidden": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+        "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+    },
+    batch_invariant=True,
+)
 _ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
 _GEMV = replace(
     _TRITON,
@@ -84,34 +99,31 @@ MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,
     replace(
-        _TRITON_FP8,
+        _FP8_PRODUCTS,
         name="fp8_activations",
         description="many tokens, which are quantised too: FP8 by FP8",
         function="mla_compile.ops.experts.kernels.moe_fp8:moe_fp8_activations",
-        min_capability=(9, 0),
-        max_capability=(9, 0),
         constraints={
-            **_TRITON_FP8.constraints,
-            "dtype": (torch.bfloat16,),
+            **_FP8_PRODUCTS.constraints,
             "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
             "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
-            "hidden": range(fp8.BLOCK, 2**31, fp8.BLOCK),
-            "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
             "fp8_activations": (True,),
         },
+        batch_invariant=False,
     ),
+    _FP8_PRODUCTS,
     replace(
-        _TRITON_FP8,
+        _TRITON,
         name="rounded",
-        description="many tokens: FP8 weights, and each expert's results, are rounded to the dtype",
+        description="many tokens: each expert's results are rounded to the dtype",
         function="mla_compile.ops.experts.kernels.moe:moe_rounded",
         constraints={
             **_TRITON.constraints,
-            "dtype": (torch.bfloat16,),  # it has the range of float32, so no weight underflows
+            "dtype": (torch.bfloat16,),
             "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
             "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
-            "weights": ("FP8", "of the dtype"),
         },
+        batch_invariant=False,
     ),
     _TRITON,
     _TRITON_FP8,

@@ -1,16 +1,18 @@
 """Block-FP8 weights, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2): their values and rounding.
 
 A weight is float8_e4m3fn, and each block of 128 x 128 has a float32 scale. A matmul multiplies x by `value * scale`, in
-one of two ways:
+one of three ways:
 
 - rounded: `value * scale` in float32 is rounded to the dtype of x, then multiplied. Plain torch does this, and so do
   dense matmuls that write the dequantised weight first: those of more than 128 tokens; in float32 those of more than
-  one; on GPUs newer than SM 90 those of more than 32, and all batch-invariant ones. Experts with 160 and more (token,
-  expert) pairs each, in bfloat16, round in registers, unless batch-invariant. The relative error of a weight is at most
-  2^-8 in bfloat16 and 2^-11 in float16.
+  one; on GPUs newer than SM 90 those of more than 32, and all batch-invariant ones. The relative error of a weight is
+  at most 2^-8 in bfloat16 and 2^-11 in float16.
 - by block: x is multiplied by `value`, which is exact in every dtype of x, and the float32 sum over a block, or a part
   of it, by `scale`. All other kernels do this. No weight is rounded, so the error against `value * scale` in float64 is
   no larger than that of a float32 matmul by weights that need no rounding, as long as 2^16 |x| is finite in float32.
+- FP8 by FP8: experts in bfloat16 on Hopper, from three tokens on, and all batch-invariant ones. A token is the sum of
+  two FP8 vectors that hold its numbers (`quantized` in `kernels/fp8.py`). Hopper adds the products of a block with 13
+  to 14 bits (arXiv 2412.19437, section 3.5.2), so this error is less than that of the result's rounding to bfloat16.
 
 With `fp8_activations`, x is quantised too if there are many tokens: a token has a scale for each 128 columns, and the
 float32 sum over a block of products of FP8 values is multiplied by both scales.

@@ -22,7 +22,6 @@ from tests.kernel_cases import (  # noqa: E402
     MoeCase,
     check_moe,
     check_padded_moe,
-    dequantized,
     moe_case,
     moe_reference,
     padding,
@@ -117,33 +116,6 @@ def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(got, whole[3:7])
     monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
     assert torch.equal(moe_triton(case.operands(), in_order=True), whole)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [  # experts, among, shared, hidden, intermediate
-        (9, 9, 2, 140, 128),
-        (6, 2, 0, 600, 40),
-        (1, 1, 1, 128, 150),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("padded", [False, True])
-def test_rounded_weights_in_fp8(
-    sizes: tuple[int, ...], padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_in_order(monkeypatch)
-    experts, among, shared, hidden, intermediate = sizes
-    monkeypatch.setattr(moe, "MAX_UNSORTED_PAIRS", 0)
-    monkeypatch.setattr(moe, "MIN_ROUNDED_WEIGHTS", 0)
-    size = {"experts": experts, "among": among, "shared": shared}
-    case = moe_case(40, 2, **size, hidden=hidden, intermediate=intermediate, dtype=torch.bfloat16, fp8=True)
-    row_lens, q_len, runs = padding(case, 2, [1, 0, 2]) if padded else (None, 1, slice(None))
-    tiles = ProductTiles(tokens=16, columns=32, depth=64, warps=4, stages=1)
-    got = moe_triton(case.operands(row_lens, q_len), gate_up=tiles, down=tiles, rounded=True)
-    expected = dequantized(case).operands(row_lens, q_len)
-    assert torch.equal(got, moe_triton(expected, gate_up=tiles, down=tiles, rounded=True))
-    check_moe(case, got) if not padded else check_padded_moe(case, got, runs)
 
 
 @pytest.mark.parametrize("tokens", [4, 20])

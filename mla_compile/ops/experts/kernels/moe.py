@@ -14,8 +14,7 @@ the chosen experts. They need no search.
 
 FP8 weights are converted in registers: their values are multiplied, and the sum of each block is scaled
 (`ops/linear/fp8.py`). A batch-invariant FP8 call needs tiles that add along k in one order (`linear/kernels/fp8.py`).
-Every tile of tokens repeats the conversion. For many tokens, weights are scaled and rounded in registers instead: no
-sum of a block has to be scaled, so matrix instructions of one part of k run while the next part is converted.
+Every tile of tokens repeats the conversion; on Hopper `moe_fp8.py` needs none.
 """
 
 from functools import partial
@@ -29,6 +28,7 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.device import device_of, power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of
 from mla_compile.ops.experts.kernels.pairs import (
+    PAIRS_AT_ONCE,
     Choices,
     Sizes,
     num_programs,
@@ -38,12 +38,9 @@ from mla_compile.ops.experts.kernels.pairs import (
     weighted_sum,
 )
 from mla_compile.ops.experts.operands import ExpertOperands
-from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_ROUNDED_WEIGHTS, fp8_moe_tiles, moe_tiles
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.linear.tiles import ProductTiles, has_one_order
-
-_MAX_AT_ONCE = 128
-"""Pairs per iteration of a program's search: it holds a tile of pairs by tokens in registers."""
 
 
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
@@ -66,7 +63,6 @@ def gate_up_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ROUNDED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -99,8 +95,8 @@ def gate_up_kernel(
                 of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
                 w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
                 w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
-                gate = add_product(gate, of_tokens, w_gate, None, ROUNDED, IN_ORDER)
-                up = add_product(up, of_tokens, w_up, None, ROUNDED, IN_ORDER)
+                gate = add_product(gate, of_tokens, w_gate, None, IN_ORDER)
+                up = add_product(up, of_tokens, w_up, None, IN_ORDER)
         else:
             # One product: 8 matrix rows of gate alternate with 8 of up, so that a thread gets both of a column.
             r = tl.arange(0, 2 * BLOCK_C)
@@ -114,7 +110,7 @@ def gate_up_kernel(
                 of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
                 w = tl.load(w_at[:, None] + k, mask=(of_r < INTERMEDIATE)[:, None] & (k < HIDDEN), other=0.0)
                 scale = tl.load(scale_at + start // BLOCK, mask=of_r < INTERMEDIATE, other=0.0)
-                both = add_product(both, of_tokens, w, scale, ROUNDED, IN_ORDER)
+                both = add_product(both, of_tokens, w, scale, IN_ORDER)
             gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_C // 8, 2, 8, BLOCK_T]), 0, 2, 3, 1))
             gate = tl.trans(tl.reshape(gate, [BLOCK_C, BLOCK_T]))
             up = tl.trans(tl.reshape(up, [BLOCK_C, BLOCK_T]))
@@ -127,7 +123,7 @@ def gate_up_kernel(
 def down_kernel(
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
     weights,  # `Down`
-    out,  # float32, ROUNDED in the dtype of x; [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
+    out,  # float32, or the dtype of x; [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
     tokens,
     topk_ids,  # this and the others as in `gate_up_kernel`
     starts,
@@ -140,7 +136,6 @@ def down_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ROUNDED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -180,7 +175,7 @@ def down_kernel(
             if scale_of is not None:
                 scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
                 scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)
-            result = add_product(result, inner, w, scale, ROUNDED, IN_ORDER)
+            result = add_product(result, inner, w, scale, IN_ORDER)
         if scale_of is not None:
             result = tl.trans(result)
         at = out + row[:, None] * HIDDEN + c[None, :]
@@ -198,8 +193,7 @@ def moe_triton(
     """`moe_experts_op` on the GPU or in Triton's interpreter; sums in float32. It reads no values on the host.
 
     gate_up, down: tiles, by default from `tiles.py`; for FP8 weights the depth is at most one block.
-    rounded: whether each expert's result is rounded to the dtype of x before it is weighted, and from
-        `MIN_ROUNDED_WEIGHTS` pairs per expert on FP8 weights are scaled and rounded before they are multiplied.
+    rounded: whether each expert's result is rounded to the dtype of x before it is weighted.
     in_order: whether FP8 weights give a token the same bits in any batch.
     """
     x, _, topk_ids, _, w_down, row_lens, q_len, *_ = operands
@@ -211,15 +205,14 @@ def moe_triton(
     topk_ids = topk_ids.contiguous()
 
     device = device_of(x)
-    rounds_weights = rounded and pairs >= MIN_ROUNDED_WEIGHTS * experts
     plan = moe_tiles
     if operands.gate_up_scale is not None:
-        plan = partial(fp8_moe_tiles, rounded=rounds_weights, in_order=in_order)
+        plan = partial(fp8_moe_tiles, in_order=in_order)
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MAX_UNSORTED_PAIRS
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    chunk = min(_MAX_AT_ONCE, power_of_two(pairs))
+    chunk = min(PAIRS_AT_ONCE, power_of_two(pairs))
     sizes = Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
     def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
@@ -234,14 +227,12 @@ def moe_triton(
     routing = topk_ids, starts, pairs, experts, *padding
     gate_up_kernel[programs(intermediate, gate_up)](
         *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing, sizes),
-        ROUNDED=rounds_weights,
         IN_ORDER=in_order and not has_one_order(gate_up.tokens, 2 * gate_up.columns, device),
         **early,
         **gate_up.options(hidden),
     )
     down_kernel[programs(hidden, down)](
         *(activated, Down.of(operands), pair_outs, tokens, *routing, sizes),
-        ROUNDED=rounds_weights,
         IN_ORDER=in_order and not has_one_order(down.tokens, down.columns, device),
         **early,
         **down.options(intermediate),
@@ -255,5 +246,5 @@ def moe_in_order(operands: ExpertOperands) -> Tensor:
 
 
 def moe_rounded(operands: ExpertOperands) -> Tensor:
-    """`moe_triton` for many tokens: FP8 weights and each expert's results are rounded."""
+    """`moe_triton` for many tokens: each expert's results are rounded."""
     return moe_triton(operands, rounded=True)

@@ -1,21 +1,26 @@
 """Experts with FP8 weights that are multiplied by FP8 tokens, so no weight is converted: the launches of `moe.py`.
 
-A token is the sum of one or two FP8 vectors (`linear/kernels/fp8.py`): two hold what bfloat16 holds, and one is what
+A token is the sum of one or two FP8 vectors (`linear/kernels/fp8.py`). Two hold what bfloat16 holds; one is what
 `fp8_activations` allows. Each block of 128 columns has a scale. Matrix instructions multiply the values of a block by
-the weights, and their sum is scaled and added in float32.
+the weights, and their sum is scaled and added in float32. On an H200 all tiles gave a token the same bits.
+
+Many tokens are quantised by a launch before, and gate and up write quantised results. Few tokens are quantised by each
+program that multiplies them: that takes less time than another launch.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
 from mla_compile.ops.device import power_of_two
-from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up
+from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of
 from mla_compile.ops.experts.kernels.pairs import (
+    PAIRS_AT_ONCE,
     Choices,
     Sizes,
     num_programs,
@@ -25,261 +30,300 @@ from mla_compile.ops.experts.kernels.pairs import (
     weighted_sum,
 )
 from mla_compile.ops.experts.operands import ExpertOperands
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, fp8_product_tiles
 from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, quantize_triton, quantized
+from mla_compile.ops.linear.tiles import ProductTiles
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of a call: tokens of both kernels, and columns of each of the two products of a down program."""
+class Tokens(NamedTuple):
+    """Tokens, as the arguments of a kernel with these names."""
 
-    tokens: int
-    gate_up_warps: int
-    gate_up_stages: int
-    down_columns: int
-    down_warps: int
-    down_stages: int
+    vectors: Any  # float8 [PARTS, rows, COLUMNS], contiguous; float [rows, COLUMNS] if not quantised yet
+    scales: Any  # float32 [COLUMNS / BLOCK, rows]; None if not quantised yet
+    rows: Any
+
+
+class Weights(NamedTuple):
+    """Two FP8 weights by which a program multiplies."""
+
+    first: Any  # pointers [columns] to their matrix rows
+    second: Any
+    first_scale: Any  # pointers to the scales of the first block
+    second_scale: Any
 
 
 @triton.jit
-def _product(large, small, w, PARTS: tl.constexpr, COLUMNS_FIRST: tl.constexpr):
-    """`[tokens, columns]`, with COLUMNS_FIRST transposed. The sum of the small products is rounded before it is large."""
+def _scales(x, row, inside, weights, block, BLOCKS: tl.constexpr):
+    """The factors of a block's sums, `[tokens]`: of a token and of each weight."""
+    of_token = tl.load(x.scales + block * x.rows + row, mask=inside & (block < BLOCKS), other=0.0)
+    of_first = tl.load(weights.first_scale + block, mask=block < BLOCKS, other=0.0)
+    of_second = tl.load(weights.second_scale + block, mask=block < BLOCKS, other=0.0)
+    return of_token * of_first, of_token * of_second
+
+
+@triton.jit
+def _add_product(result, large, small, w, scale, PARTS: tl.constexpr, COLUMNS_FIRST: tl.constexpr):
+    """`result` plus the scaled product of tokens and weights, `[tokens, columns]`, or transposed with COLUMNS_FIRST.
+
+    The small parts are added first, as the sum of matrix instructions loses the last bits of what it adds to.
+    """
     if COLUMNS_FIRST:
         if PARTS == 1:
-            return tl.dot(w, tl.trans(large))
+            product = tl.dot(w, tl.trans(large))
         else:
-            return tl.dot(w, tl.trans(large), tl.dot(w, tl.trans(small)))
-    elif PARTS == 1:
-        return tl.dot(large, tl.trans(w))
+            product = tl.dot(w, tl.trans(large), tl.dot(w, tl.trans(small)))
+        return tl.fma(product, scale[None, :], result)
     else:
-        return tl.dot(large, tl.trans(w), tl.dot(small, tl.trans(w)))
-
-
-@triton.jit
-def _scales(x_scale, block, BLOCKS: tl.constexpr, scale_stride, inside, first_scale, second_scale):
-    """The factors of a block's sums, `[tokens]`: of a token and of each weight."""
-    of_tokens = tl.load(x_scale + block * scale_stride, mask=inside & (block < BLOCKS), other=0.0)
-    of_first = tl.load(first_scale + block, mask=block < BLOCKS, other=0.0)
-    of_second = tl.load(second_scale + block, mask=block < BLOCKS, other=0.0)
-    return of_tokens * of_first, of_tokens * of_second
-
-
-@triton.jit
-def _two_products(
-    x_at,  # pointers [tokens] to the rows of x
-    part_stride,  # elements from the large parts to the small ones
-    x_scale,  # pointers [tokens] to the scales of the first block
-    scale_stride,
-    inside,  # [tokens]
-    first_at,  # pointers [columns] to the rows of a weight
-    second_at,
-    first_scale,  # pointer to the scale of the first block
-    second_scale,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    COLUMNS_FIRST: tl.constexpr,
-):
-    """Tokens multiplied by two weights, float32 `[tokens, columns]` each."""
-    k = tl.arange(0, BLOCK)[None, :]
-    shape: tl.constexpr = (
-        [first_at.shape[0], x_at.shape[0]] if COLUMNS_FIRST else [x_at.shape[0], first_at.shape[0]]
-    )
-    first = tl.zeros(shape, tl.float32)
-    second = tl.zeros(shape, tl.float32)
-    # One iteration early: the pipeline of loads has only those of matrix instructions.
-    of_first, of_second = _scales(x_scale, 0, BLOCKS, scale_stride, inside, first_scale, second_scale)
-    for block in range(BLOCKS):
-        next_first, next_second = _scales(
-            x_scale, block + 1, BLOCKS, scale_stride, inside, first_scale, second_scale
-        )
-        at = block * BLOCK + k
-        large = tl.load(x_at[:, None] + at, mask=inside[:, None], other=0.0)
-        small = large
-        if PARTS == 2:
-            small = tl.load(x_at[:, None] + part_stride + at, mask=inside[:, None], other=0.0)
-        w_first = tl.load(first_at[:, None] + at)
-        w_second = tl.load(second_at[:, None] + at)
-        if COLUMNS_FIRST:
-            first = tl.fma(_product(large, small, w_first, PARTS, True), of_first[None, :], first)
-            second = tl.fma(_product(large, small, w_second, PARTS, True), of_second[None, :], second)
+        if PARTS == 1:
+            product = tl.dot(large, tl.trans(w))
         else:
-            first = tl.fma(_product(large, small, w_first, PARTS, False), of_first[:, None], first)
-            second = tl.fma(_product(large, small, w_second, PARTS, False), of_second[:, None], second)
-        of_first = next_first
-        of_second = next_second
+            product = tl.dot(large, tl.trans(w), tl.dot(small, tl.trans(w)))
+        return tl.fma(product, scale[:, None], result)
+
+
+@triton.jit
+def _two_products(x, row, inside, weights, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """The tokens of matrix rows `row` of x, of COLUMNS columns, by both weights: float32 `[tokens, columns]` each."""
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    BLOCK_T: tl.constexpr = row.shape[0]
+    BLOCK_C: tl.constexpr = weights.first.shape[0]
+    COLUMNS_FIRST: tl.constexpr = BLOCK_T < 64  # the fewest matrix rows of Hopper's instructions
+    k = tl.arange(0, BLOCK)[None, :]
+    first = tl.zeros([BLOCK_C, BLOCK_T] if COLUMNS_FIRST else [BLOCK_T, BLOCK_C], tl.float32)
+    second = tl.zeros_like(first)
+    if x.scales is not None:
+        # Loaded an iteration early, as only what matrix instructions read is pipelined.
+        next_first, next_second = _scales(x, row, inside, weights, 0, BLOCKS)
+    for block in range(BLOCKS):
+        at = x.vectors + (row * COLUMNS)[:, None] + block * BLOCK + k
+        if x.scales is None:
+            of_tokens = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+            large, small, of_token = quantized(of_tokens, PARTS, weights.first.dtype.scalar.element_ty)
+            of_first = of_token * tl.load(weights.first_scale + block)
+            of_second = of_token * tl.load(weights.second_scale + block)
+        else:
+            of_first = next_first
+            of_second = next_second
+            next_first, next_second = _scales(x, row, inside, weights, block + 1, BLOCKS)
+            large = tl.load(at, mask=inside[:, None], other=0.0)
+            small = large
+            if PARTS == 2:
+                small = tl.load(at + x.rows.to(tl.int64) * COLUMNS, mask=inside[:, None], other=0.0)
+        w_first = tl.load(weights.first[:, None] + block * BLOCK + k)
+        w_second = tl.load(weights.second[:, None] + block * BLOCK + k)
+        first = _add_product(first, large, small, w_first, of_first, PARTS, COLUMNS_FIRST)
+        second = _add_product(second, large, small, w_second, of_second, PARTS, COLUMNS_FIRST)
     if COLUMNS_FIRST:
         first = tl.trans(first)
         second = tl.trans(second)
     return first, second
 
 
-@triton.jit(do_not_specialize=["pairs", "tokens", "x_rows"])
-def gate_up_fp8_kernel(
-    x,  # float8 [PARTS, x_rows, HIDDEN], contiguous
-    x_scale,  # float32 [HIDDEN / BLOCK, x_rows]
-    weights,  # `GateUp`
-    scales,  # `GateUp`
-    activated,  # float8 [PARTS, pairs + SHARED * tokens, INTERMEDIATE]; sorted pairs are in sorted order
-    activated_scale,  # float32 [INTERMEDIATE / BLOCK, pairs + SHARED * tokens]
-    x_rows,
-    tokens,
-    order,  # order and starts: of `sort_pairs`
-    starts,
-    pairs,
-    experts,
-    S: tl.constexpr,
+@triton.jit
+def _store_gate_up(
+    x,
+    token,
+    row,
+    inside,
+    weights,
+    activated,
+    column,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """`silu(gate) * up` of one `tile_of` with BLOCK columns, as PARTS vectors."""
-    wait_for_kernel_before(EARLY)
-    choices = Choices(None, pairs, None, None, None)
-    HIDDEN: tl.constexpr = S.HIDDEN
-    INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
-    BLOCKS: tl.constexpr = HIDDEN // BLOCK
-    COLUMN_TILES: tl.constexpr = INTERMEDIATE // BLOCK
-    expert, shared, column, begin, end = tile_of(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
-    if begin < end:
-        gate_of, up_of = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
-        gate_scale, up_scale = gate_and_up(
-            scales, expert, shared, shared >= 0, S.SHARED, COLUMN_TILES * BLOCKS
-        )
-        t = begin + tl.arange(0, BLOCK_T)
-        token, row = rows_of(choices, t, end, expert, shared, tokens, starts, order, S)
-        c = column * BLOCK + tl.arange(0, BLOCK)
-        inside = t < end
-        of_column = c.to(tl.int64) * HIDDEN
-        gate, up = _two_products(
-            x + token * HIDDEN,
-            x_rows.to(tl.int64) * HIDDEN,
-            x_scale + token,
-            x_rows,
-            inside,
-            gate_of + of_column,
-            up_of + of_column,
-            gate_scale + column * BLOCKS,
-            up_scale + column * BLOCKS,
-            PARTS,
-            BLOCKS,
-            BLOCK_T < 64,
-        )
-        result = gate / (1.0 + tl.exp(-gate)) * up
-        total_rows = (pairs + S.SHARED * tokens).to(tl.int64)
-        large, small, scale = quantized(result, PARTS, activated.dtype.element_ty)
-        at = activated + (row * INTERMEDIATE)[:, None] + c[None, :]
+    """`silu(gate) * up` of tokens at a tile of columns, in matrix rows `row` of `activated`, which has COLUMNS."""
+    BLOCK_C: tl.constexpr = weights.first.shape[0]
+    gate, up = _two_products(x, token, inside, weights, HIDDEN, PARTS)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+    at = activated.vectors + (row * COLUMNS)[:, None] + c[None, :]
+    if activated.scales is None:
+        tl.store(at, result, mask=inside[:, None])
+    else:
+        tl.static_assert(BLOCK_C == BLOCK)
+        large, small, scale = quantized(result, PARTS, activated.vectors.dtype.element_ty)
         tl.store(at, large, mask=inside[:, None])
         if PARTS == 2:
-            tl.store(at + total_rows * INTERMEDIATE, small, mask=inside[:, None])
-        tl.store(activated_scale + column * total_rows + row, scale, mask=inside)
+            tl.store(at + activated.rows.to(tl.int64) * COLUMNS, small, mask=inside[:, None])
+        tl.store(activated.scales + column * activated.rows.to(tl.int64) + row, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["pairs", "tokens"])
-def down_fp8_kernel(
-    activated,  # this and the others as in `gate_up_fp8_kernel`
-    activated_scale,
-    weights,  # `Down`
-    out,  # [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
+@triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
+def gate_up_fp8_kernel(
+    x,  # vectors and scales of `Tokens`, of the tokens
+    x_scales,
+    weights,  # `GateUp`
+    scales,  # `GateUp`
+    activated,  # vectors and scales of `Tokens`, of pairs in sorted order, then of shared experts; float32 if unsorted
+    activated_scales,
     tokens,
+    order,  # order and starts: of `sort_pairs`; None if each program searches for its pairs
+    topk_ids,  # int64 [tokens, TOPK]
     starts,
-    pairs,
+    pairs,  # tokens * TOPK
     experts,
+    row_lens,  # int32 [rows], see `runs`; None if no token is padding
+    rows,
+    q_len,
     S: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`silu(gate) * up` of one `tile_of` with BLOCK_C columns; BLOCK columns if the result is quantised."""
+    wait_for_kernel_before(EARLY)
+    tl.static_assert(BLOCK_K == BLOCK)
+    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
+    HIDDEN: tl.constexpr = S.HIDDEN
+    COLUMNS: tl.constexpr = S.INTERMEDIATE
+    COLUMN_TILES: tl.constexpr = COLUMNS // BLOCK_C
+    BLOCKS: tl.constexpr = HIDDEN // BLOCK
+    expert, shared, column, begin, end = tile_of(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    gate_at, up_at = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, COLUMNS * HIDDEN)
+    gate_scale, up_scale = gate_and_up(
+        scales, expert, shared, shared >= 0, S.SHARED, COLUMNS // BLOCK * BLOCKS
+    )
+    of_column = (column * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64) * HIDDEN
+    of_block = column * BLOCK_C // BLOCK * BLOCKS
+    two = Weights(gate_at + of_column, up_at + of_column, gate_scale + of_block, up_scale + of_block)
+    of_tokens = Tokens(x, x_scales, (tokens + 3) // 4 * 4)  # the rows of `quantize_triton`
+    results = Tokens(activated, activated_scales, pairs + S.SHARED * tokens)
+    if starts is None:
+        for first in range(begin, end, BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            token, row = rows_of(choices, t, end, expert, shared, tokens, starts, order, S)
+            _store_gate_up(of_tokens, token, row, t < end, two, results, column, HIDDEN, COLUMNS, PARTS)
+    elif begin < end:  # one tile: for a loop around that of the blocks there are too few registers
+        t = begin + tl.arange(0, BLOCK_T)
+        token, row = rows_of(choices, t, end, expert, shared, tokens, starts, order, S)
+        _store_gate_up(of_tokens, token, row, t < end, two, results, column, HIDDEN, COLUMNS, PARTS)
+
+
+@triton.jit
+def _store_down(
+    activated,
+    row,
+    inside,
+    weights,
+    out,
+    left,
+    right,
+    INTERMEDIATE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The down projection of matrix rows `row` at the columns from `left` and from `right` on."""
+    of_left, of_right = _two_products(activated, row, inside, weights, INTERMEDIATE, PARTS)
+    at = out + (row * HIDDEN)[:, None] + tl.arange(0, weights.first.shape[0])[None, :]
+    tl.store(at + left, of_left.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(at + right, of_right.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
+def down_fp8_kernel(
+    activated,  # this and the others as in `gate_up_fp8_kernel`
+    activated_scales,
+    weights,  # `Down`
+    out,  # [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
+    tokens,
+    topk_ids,
+    starts,
+    pairs,
+    experts,
+    row_lens,
+    rows,
+    q_len,
+    S: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The down projection of one `tile_of` with 2 * BLOCK_C columns, of which the last tile may have half."""
     wait_for_kernel_before(EARLY)
-    choices = Choices(None, pairs, None, None, None)
+    tl.static_assert(BLOCK_K == BLOCK)
+    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
     HIDDEN: tl.constexpr = S.HIDDEN
     INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
-    BLOCKS: tl.constexpr = INTERMEDIATE // BLOCK
     COLUMN_TILES: tl.constexpr = (HIDDEN + 2 * BLOCK_C - 1) // (2 * BLOCK_C)
     expert, shared, column, begin, end = tile_of(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
-    if begin < end:
-        w_of = weights.down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
-        scale_of = weights.scale + expert.to(tl.int64) * (HIDDEN // BLOCK * BLOCKS)
-        width = INTERMEDIATE
-        scale_width = BLOCKS
-        if S.SHARED > 0:  # noqa: SIM102 - the outer condition is constexpr
-            if shared >= 0:
-                w_of = weights.shared_down + shared * INTERMEDIATE
-                scale_of = weights.shared_scale + shared * BLOCKS
-                width = S.SHARED * INTERMEDIATE
-                scale_width = S.SHARED * BLOCKS
+    w_at = weights.down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
+    scale_at = weights.scale + expert.to(tl.int64) * (HIDDEN // BLOCK * (INTERMEDIATE // BLOCK))
+    width = INTERMEDIATE
+    if S.SHARED > 0:  # noqa: SIM102 - the outer condition is constexpr
+        if shared >= 0:
+            w_at = weights.shared_down + shared * INTERMEDIATE
+            scale_at = weights.shared_scale + shared * (INTERMEDIATE // BLOCK)
+            width = S.SHARED * INTERMEDIATE
+    left = column * 2 * BLOCK_C
+    right = tl.minimum(left + BLOCK_C, HIDDEN - BLOCK_C)  # of half a tile the left columns once more
+    c = tl.arange(0, BLOCK_C)
+    two = Weights(
+        w_at + (left + c).to(tl.int64) * width,
+        w_at + (right + c).to(tl.int64) * width,
+        scale_at + left // BLOCK * (width // BLOCK),
+        scale_at + right // BLOCK * (width // BLOCK),
+    )
+    of_pairs = Tokens(activated, activated_scales, pairs + S.SHARED * tokens)
+    if starts is None:
+        for first in range(begin, end, BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            _, row = rows_of(choices, t, end, expert, shared, tokens, starts, None, S)
+            _store_down(of_pairs, row, t < end, two, out, left, right, INTERMEDIATE, HIDDEN, PARTS)
+    elif begin < end:
         t = begin + tl.arange(0, BLOCK_T)
         _, row = rows_of(choices, t, end, expert, shared, tokens, starts, None, S)
-        inside = t < end
-        total_rows = (pairs + S.SHARED * tokens).to(tl.int64)
-        start = column * 2 * BLOCK_C
-        start_second = tl.minimum(start + BLOCK_C, HIDDEN - BLOCK_C)
-        c = tl.arange(0, BLOCK_C)
-        first, second = _two_products(
-            activated + row * INTERMEDIATE,
-            total_rows * INTERMEDIATE,
-            activated_scale + row,
-            total_rows,
-            inside,
-            w_of + (start + c).to(tl.int64) * width,
-            w_of + (start_second + c).to(tl.int64) * width,
-            scale_of + start // BLOCK * scale_width,
-            scale_of + start_second // BLOCK * scale_width,
-            PARTS,
-            BLOCKS,
-            BLOCK_T < 64,
-        )
-        at = out + (row * HIDDEN)[:, None] + c[None, :]
-        tl.store(at + start, first.to(out.dtype.element_ty), mask=inside[:, None])
-        # The last tile may have one half only: both halves are then the same columns.
-        tl.store(at + start_second, second.to(out.dtype.element_ty), mask=inside[:, None])
+        _store_down(of_pairs, row, t < end, two, out, left, right, INTERMEDIATE, HIDDEN, PARTS)
 
 
-def moe_fp8(operands: ExpertOperands, parts: int = 2, tiles: Tiles | None = None) -> Tensor:
-    """`moe_experts_op` of FP8 weights with FP8 products; each expert's results are rounded to the dtype of x.
+def moe_fp8(
+    operands: ExpertOperands, *, parts: int = 2, tiles: tuple[ProductTiles, ProductTiles] | None = None
+) -> Tensor:
+    """`moe_experts_op` of bfloat16 tokens by FP8 weights, with FP8 products.
 
-    parts: the FP8 vectors of a token: 2 hold its bfloat16 numbers.
-    tiles: by default from the number of pairs per expert.
+    parts: the FP8 vectors of a token; see `quantized`. 1 is for more than `MAX_UNSORTED_PAIRS` pairs.
+    tiles: of gate and up, and of down with half of its columns; by default from `tiles.py`.
     """
-    x, topk_ids, shared = operands.x, operands.topk_ids.contiguous(), operands.num_shared
+    x, topk_ids, shared = operands.x.contiguous(), operands.topk_ids.contiguous(), operands.num_shared
     (tokens, hidden), (experts, _, intermediate) = x.shape, operands.w_down.shape
-    pairs = topk_ids.numel()
+    pairs, topk = topk_ids.numel(), topk_ids.shape[1]
     results = pairs + shared * tokens
-    sizes = Sizes(topk_ids.shape[1], shared, hidden, intermediate, False, 0, power_of_two(experts))
-    early = early_options(x)
-    tiles = tiles or _tiles(pairs, experts)
+    is_sorted = pairs > MAX_UNSORTED_PAIRS
+    gate_up, down = tiles or fp8_product_tiles(pairs, experts, parts)
+    chunk = min(PAIRS_AT_ONCE, power_of_two(pairs))
+    sizes = Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
+    padding, early = padding_of(operands.row_lens, operands.q_len), early_options(x)
 
-    values, scales = quantize_triton(x, parts)
-    starts, order, places = sort_pairs(topk_ids, experts, operands.row_lens, operands.q_len)
-    activated = x.new_empty((parts, results, intermediate), dtype=fp8.DTYPE)
-    activated_scale = scales.new_empty((intermediate // fp8.BLOCK, results))
-    pair_outs = x.new_empty((results, hidden))
-    work = starts, pairs, experts, sizes, parts, tiles.tokens
-    gate_up_fp8_kernel[(num_programs(operands, intermediate // fp8.BLOCK, tiles.tokens, True),)](
-        *(values, scales, *GateUp.of(operands), activated, activated_scale),
-        *(scales.shape[1], tokens, order, *work),
+    def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
+        return (num_programs(operands, triton.cdiv(columns, tiles.columns), tiles.tokens, is_sorted),)
+
+    scales = starts = order = places = activated_scale = None
+    if is_sorted:
+        x, scales = quantize_triton(x, parts)
+        starts, order, places = sort_pairs(topk_ids, experts, operands.row_lens, operands.q_len)
+        activated = x.new_empty((parts, results, intermediate), dtype=fp8.DTYPE)
+        activated_scale = scales.new_empty((intermediate // fp8.BLOCK, results))
+    else:
+        activated = x.new_empty((results, intermediate), dtype=torch.float32)
+    pair_outs = x.new_empty((results, hidden), dtype=operands.x.dtype)
+    work = topk_ids, starts, pairs, experts, *padding, sizes, parts
+    gate_up_fp8_kernel[programs(intermediate, gate_up)](
+        *(x, scales, *GateUp.of(operands), activated, activated_scale, tokens, order, *work),
         **early,
-        num_warps=tiles.gate_up_warps,
-        num_stages=tiles.gate_up_stages,
+        **gate_up.options(hidden),
     )
-    column_tiles = triton.cdiv(hidden, 2 * tiles.down_columns)
-    down_fp8_kernel[(num_programs(operands, column_tiles, tiles.tokens, True),)](
-        *(activated, activated_scale, Down.of(operands), pair_outs, tokens, *work, tiles.down_columns),
+    halves = ProductTiles(down.tokens, 2 * down.columns, down.depth, down.warps, down.stages)
+    down_fp8_kernel[programs(hidden, halves)](
+        *(activated, activated_scale, Down.of(operands), pair_outs, tokens, *work),
         **early,
-        num_warps=tiles.down_warps,
-        num_stages=tiles.down_stages,
+        **down.options(intermediate),
     )
     return weighted_sum(operands, pair_outs, places)
-
-
-def _tiles(pairs: int, experts: int) -> Tiles:
-    wanted = 5 * pairs // (4 * experts)  # tokens per expert: the average plus a quarter
-    if wanted <= 16:
-        return Tiles(16, 8, 3, 64, 4, 4)
-    if wanted <= 32:
-        return Tiles(32, 8, 3, 64, 4, 4)
-    return Tiles(64, 8, 3, 64, 4, 3) if wanted <= 96 else Tiles(128, 8, 3, 128, 8, 3)
 
 
 moe_fp8_activations = partial(moe_fp8, parts=1)

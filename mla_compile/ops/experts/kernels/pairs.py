@@ -16,6 +16,9 @@ from mla_compile.ops.device import power_of_two
 from mla_compile.ops.experts.kernels.experts import padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
 
+PAIRS_AT_ONCE = 128
+"""Pairs per iteration of a program's search: it holds a tile of pairs by tokens in registers."""
+
 _MAX_SORTED_AT_ONCE = 4096
 """Pairs per iteration of the sort: eight per thread of 16 warps."""
 

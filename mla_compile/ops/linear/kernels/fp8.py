@@ -38,18 +38,15 @@ def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
 
 
 @triton.jit
-def add_product(result, h, w, scale, ROUNDED: tl.constexpr, IN_ORDER: tl.constexpr):
+def add_product(result, h, w, scale, IN_ORDER: tl.constexpr):
     """`result` plus the product of tokens `h` `[tokens, k]` and weights `w` `[columns, k]`.
 
     scale: `[columns]`, the scales of these weights, with k within one block; None if the weight is not FP8. The sum of
-        the unscaled products is multiplied by it, or each weight with ROUNDED, which is then rounded to the dtype of
-        the tokens. FP8 weights are along M, which an instruction reads from registers.
+        the unscaled products is multiplied by it. FP8 weights are along M, which an instruction reads from registers.
     """
     # "ieee": float32 uses CUDA cores, as tensor cores would round it.
     if scale is None:
         return tl.dot(h, tl.trans(w), result, input_precision="ieee")
-    elif ROUNDED:
-        return tl.dot((w.to(tl.float32) * scale[:, None]).to(h.dtype), tl.trans(h), result)
     else:
         product = tl.dot(values(w, h.dtype, IN_ORDER), tl.trans(h), input_precision="ieee")
         return tl.fma(product, scale[:, None], result)
@@ -87,9 +84,9 @@ def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
 def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
     """x, float32 `[rows, BLOCK]`, as `(large + small) * scale` with FP8 values and a scale for each row.
 
-    One part: the largest of a row becomes 448, and small is not used. Two parts hold bfloat16: large is x with 4 bits, and
-    small the other 4. The scale is a power of two, and the largest becomes 128 to 255. Numbers from 2^-9 of the
-    largest on are exact; the error of others is at most 2^-18 of the largest.
+    One part: the largest of a row becomes 448, and small is not used. Two parts hold bfloat16: large has the first 4
+    bits of x, and small the other 4. The scale is a power of two, and the largest becomes 128 to 255. Numbers from 2^-9
+    of the largest on are exact; the error of others is at most 2^-17 of the largest.
     """
     largest = tl.max(tl.abs(x), 1)
     if PARTS == 1:
