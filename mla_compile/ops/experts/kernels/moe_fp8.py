@@ -55,11 +55,14 @@ class Weights(NamedTuple):
 
 @triton.jit
 def _scales(x, row, inside, weights, block, BLOCKS: tl.constexpr):
-    """The factors of a block's sums, `[tokens]`: of a token and of each weight."""
-    of_token = tl.load(x.scales + block * x.rows + row, mask=inside & (block < BLOCKS), other=0.0)
-    of_first = tl.load(weights.first_scale + block, mask=block < BLOCKS, other=0.0)
-    of_second = tl.load(weights.second_scale + block, mask=block < BLOCKS, other=0.0)
-    return of_token * of_first, of_token * of_second
+    """The factors of a block's sums: of each weight, and of the tokens `[tokens]` if they are quantised."""
+    first = tl.load(weights.first_scale + block, mask=block < BLOCKS, other=0.0)
+    second = tl.load(weights.second_scale + block, mask=block < BLOCKS, other=0.0)
+    if x.scales is not None:
+        of_token = tl.load(x.scales + block * x.rows + row, mask=inside & (block < BLOCKS), other=0.0)
+        first = of_token * first
+        second = of_token * second
+    return first, second
 
 
 @triton.jit
@@ -92,20 +95,19 @@ def _two_products(x, row, inside, weights, COLUMNS: tl.constexpr, PARTS: tl.cons
     k = tl.arange(0, BLOCK)[None, :]
     first = tl.zeros([BLOCK_C, BLOCK_T] if COLUMNS_FIRST else [BLOCK_T, BLOCK_C], tl.float32)
     second = tl.zeros_like(first)
-    if x.scales is not None:
-        # Loaded an iteration early, as only what matrix instructions read is pipelined.
-        next_first, next_second = _scales(x, row, inside, weights, 0, BLOCKS)
+    # Loaded an iteration early, as only what matrix instructions read is pipelined.
+    next_first, next_second = _scales(x, row, inside, weights, 0, BLOCKS)
     for block in range(BLOCKS):
+        of_first = next_first
+        of_second = next_second
+        next_first, next_second = _scales(x, row, inside, weights, block + 1, BLOCKS)
         at = x.vectors + (row * COLUMNS)[:, None] + block * BLOCK + k
         if x.scales is None:
             of_tokens = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
             large, small, of_token = quantized(of_tokens, PARTS, weights.first.dtype.scalar.element_ty)
-            of_first = of_token * tl.load(weights.first_scale + block)
-            of_second = of_token * tl.load(weights.second_scale + block)
+            of_first = of_token * of_first
+            of_second = of_token * of_second
         else:
-            of_first = next_first
-            of_second = next_second
-            next_first, next_second = _scales(x, row, inside, weights, block + 1, BLOCKS)
             large = tl.load(at, mask=inside[:, None], other=0.0)
             small = large
             if PARTS == 2:
