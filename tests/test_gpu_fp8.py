@@ -113,14 +113,13 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 40, 600])
 def test_no_tile_of_fp8_products_changes_a_bit(tokens: int) -> None:
-    """Nor do the other tokens, sorted or not."""
+    """Nor do the other tokens."""
     case = glm_case(tokens)
     whole = moe_fp8(case.operands())
-    plans = {fp8_product_tiles(pairs, 64, 2) for pairs in (4, 600, 4000, 9000)}
-    assert len(plans) == 4
+    plans = {fp8_product_tiles(pairs, 64, 2) for pairs in (600, 4000, 9000)}
+    assert len(plans) == 3
     for tiles in plans:
-        if tokens > 48 or tiles[0].tokens < 64:
-            assert torch.equal(moe_fp8(case.operands(), tiles=tiles), whole), tiles
+        assert torch.equal(moe_fp8(case.operands(), tiles=tiles), whole), tiles
     expected, of_half = moe_reference(case), moe_triton(case.operands()).double()
     error, of_half = ((got - expected).norm() for got in (whole.double(), of_half))
     assert error < 1.2 * of_half, "the error of rounding results to bfloat16"
@@ -132,9 +131,9 @@ def test_no_tile_of_fp8_products_changes_a_bit(tokens: int) -> None:
 def test_experts_at_the_size_of_glm(tokens: int) -> None:
     case = glm_case(tokens)
     assert choose("moe_experts", (*case.all_args(), False)).chosen.name == (
-        "gemv_fp8" if tokens <= 2 else "fp8_products"
+        "gemv_fp8" if tokens <= 2 else "triton_fp8" if tokens <= 8 else "fp8_products"
     )
-    assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "fp8_products"
+    assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "fp8_products_in_order"
     whole = moe_experts_op(*case.all_args(), True)
     if tokens <= 100:
         check_moe(case, whole)

@@ -184,6 +184,7 @@ def test_a_kernel_takes_shared_experts_that_each_begin_a_block_of_scales(
     [
         ((9, 0), torch.bfloat16, 600, 128, *["fp8_activations"] * 2),
         ((9, 0), torch.bfloat16, 128, 128, "blocks_in_order", "fp8_products"),
+        ((9, 0), torch.bfloat16, 20, 128, "blocks", "triton_fp8"),
         ((9, 0), torch.bfloat16, 600, 130, "dequantized", "triton_fp8"),
         ((9, 0), torch.float16, 600, 128, "dequantized", "triton_fp8"),
         ((8, 9), torch.bfloat16, 600, 128, "dequantized", "triton_fp8"),

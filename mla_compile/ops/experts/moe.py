@@ -27,7 +27,7 @@ from mla_compile.ops.dispatch import (
     triton,
 )
 from mla_compile.ops.experts.operands import ExpertOperands
-from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_ROUNDED_PAIRS
+from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, MIN_FP8_PRODUCT_PAIRS, MIN_ROUNDED_PAIRS
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.torch_internals import statically_known_true
@@ -63,10 +63,10 @@ _FP8_PRODUCTS = replace(
     constraints={
         **_TRITON_FP8.constraints,
         "dtype": (torch.bfloat16,),
+        "pairs per expert": at_least(MIN_FP8_PRODUCT_PAIRS),
         "hidden": range(fp8.BLOCK, 2**31, fp8.BLOCK),
         "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
     },
-    batch_invariant=True,
 )
 _ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
 _GEMV = replace(
@@ -109,7 +109,6 @@ MOE_EXPERTS = (
             "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
             "fp8_activations": (True,),
         },
-        batch_invariant=False,
     ),
     _FP8_PRODUCTS,
     replace(
@@ -127,6 +126,13 @@ MOE_EXPERTS = (
     ),
     _TRITON,
     _TRITON_FP8,
+    replace(
+        _FP8_PRODUCTS,
+        name="fp8_products_in_order",
+        description="as fp8_products, whose tiles all have one order, for any number of tokens",
+        constraints={**_FP8_PRODUCTS.constraints, "pairs per expert": at_least(0)},
+        batch_invariant=True,
+    ),
     replace(
         _TRITON_FP8,
         name="triton_fp8_in_order",

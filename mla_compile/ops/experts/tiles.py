@@ -15,6 +15,10 @@ launch of its own. With it, GLM's experts in FP8 took 1% less time at 256 pairs 
 MAX_NARROW_PAIRS = 128
 """Most pairs per expert for which Hopper gets narrow tiles of down. On an H200 narrow was faster at 68, wide at 256."""
 
+MIN_FP8_PRODUCT_PAIRS = 3
+"""Fewest pairs per expert for which Hopper multiplies FP8 by FP8; with fewer, converting weights takes no longer than
+quantising tokens and sorting. On an H200 GLM's experts took 5% longer at 2 pairs and 16% less at 3."""
+
 MIN_ROUNDED_PAIRS = 64
 """Fewest pairs per expert for which each expert's results are rounded; with fewer they are in float32. On an H100 that
 saves 4% at 64 pairs, 9% at 256 and 3 to 7% at 1,024."""
@@ -88,10 +92,6 @@ def fp8_product_tiles(pairs: int, experts: int, parts: int) -> tuple[ProductTile
 
     parts: the FP8 vectors of a token.
     """
-    if pairs <= MAX_UNSORTED_PAIRS:
-        return ProductTiles(16, 64, depth=128, warps=4, stages=4), ProductTiles(
-            16, 64, 128, warps=4, stages=3
-        )
     if pairs <= 16 * experts:
         return ProductTiles(16, 128, depth=128, warps=4, stages=3), ProductTiles(
             16, 64, 128, warps=4, stages=3

@@ -7,7 +7,6 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.experts.kernels import moe_fp8 as module  # noqa: E402
 from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8, moe_fp8_activations  # noqa: E402
 from mla_compile.ops.linear.kernels.fp8 import quantize_triton  # noqa: E402
 from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
@@ -63,7 +62,6 @@ def test_two_vectors_in_fp8_hold_a_token_in_bfloat16(columns: int) -> None:
 
 
 @pytest.mark.parametrize("tile_tokens", [16, 64])
-@pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "topk", "shared", "hidden", "intermediate", "down_columns"),
     [(70, 2, 0, 256, 128, 64), (40, 1, 2, 384, 256, 128), (3, 4, 1, 128, 128, 64)],
@@ -71,19 +69,16 @@ def test_two_vectors_in_fp8_hold_a_token_in_bfloat16(columns: int) -> None:
 )
 def test_experts_of_tokens_in_two_vectors(
     tile_tokens: int,
-    is_sorted: bool,
     tokens: int,
     topk: int,
     shared: int,
     hidden: int,
     intermediate: int,
     down_columns: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = {"hidden": hidden, "intermediate": intermediate, "shared": shared, "experts": 5, "among": 4}
     case = moe_case(tokens, topk, **sizes, dtype=torch.bfloat16, fp8=True)
     tiles = tuple(ProductTiles(tile_tokens, n, depth=128, warps=4, stages=2) for n in (128, down_columns))
-    monkeypatch.setattr(module, "MAX_UNSORTED_PAIRS", 0 if is_sorted else 500)
     check_moe(case, moe_fp8(case.operands(), tiles=tiles))
     if tokens > 3:
         row_lens, q_len, runs = padding(case, 2, [1, 0, 2])

@@ -28,7 +28,6 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.device import device_of, power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of
 from mla_compile.ops.experts.kernels.pairs import (
-    PAIRS_AT_ONCE,
     Choices,
     Sizes,
     num_programs,
@@ -41,6 +40,9 @@ from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.experts.tiles import MAX_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.linear.tiles import ProductTiles, has_one_order
+
+_MAX_AT_ONCE = 128
+"""Pairs per iteration of a program's search: it holds a tile of pairs by tokens in registers."""
 
 
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
@@ -212,7 +214,7 @@ def moe_triton(
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MAX_UNSORTED_PAIRS
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    chunk = min(PAIRS_AT_ONCE, power_of_two(pairs))
+    chunk = min(_MAX_AT_ONCE, power_of_two(pairs))
     sizes = Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
     def programs(columns: int, tiles: ProductTiles) -> tuple[int]:

@@ -16,10 +16,7 @@ from mla_compile.ops.device import power_of_two
 from mla_compile.ops.experts.kernels.experts import padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
 
-PAIRS_AT_ONCE = 128
-"""Pairs per iteration of a program's search: it holds a tile of pairs by tokens in registers."""
-
-_MAX_SORTED_AT_ONCE = 4096
+MAX_SORTED_AT_ONCE = 4096
 """Pairs per iteration of the sort: eight per thread of 16 warps."""
 
 
@@ -90,25 +87,13 @@ def _members(choices, expert, wanted, S: tl.constexpr):
     return result.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["pairs", "rows"])
-def sort_kernel(
-    topk_ids,  # int64 [pairs]
-    starts,  # int32 [experts + 1]
-    order,  # int32 [pairs]
-    places,  # int32 [pairs]
-    pairs,
-    row_lens,
-    rows,
-    q_len,
-    TOPK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One expert's part of the results of `sort_pairs`; grid `[experts]`.
+@triton.jit
+def sort_expert(choices, expert, is_last, starts, order, places, TOPK: tl.constexpr, CHUNK: tl.constexpr):
+    """One expert's part of the results of `sort_pairs`.
 
     Each program reads all pairs twice and waits for no other program, so one launch is enough and the order is fixed.
     """
-    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
-    expert = tl.program_id(0)
+    pairs = choices.pairs
     earlier = tl.zeros([CHUNK], tl.int32)
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
@@ -123,7 +108,26 @@ def sort_kernel(
         tl.store(order + place, pair, mask=mine == 1)
         tl.store(places + pair, place, mask=mine == 1)
         end += tl.sum(mine, 0)
-    tl.store(starts + expert + 1, end, mask=expert == tl.num_programs(0) - 1)
+    tl.store(starts + expert + 1, end, mask=is_last)
+
+
+@triton.jit(do_not_specialize=["pairs", "rows"])
+def sort_kernel(
+    topk_ids,  # int64 [pairs]
+    starts,  # int32 [experts + 1]
+    order,  # int32 [pairs]
+    places,  # int32 [pairs]
+    pairs,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`sort_expert`; grid `[experts]`."""
+    choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
+    expert = tl.program_id(0)
+    sort_expert(choices, expert, expert == tl.num_programs(0) - 1, starts, order, places, TOPK, CHUNK)
 
 
 @triton.jit
@@ -254,6 +258,13 @@ def weighted_sum_kernel(
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
 
 
+def sorted_like(topk_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `sort_pairs`."""
+    pairs = topk_ids.numel()
+    starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
+    return starts, order, places
+
+
 def sort_pairs(
     topk_ids: Tensor, experts: int, row_lens: Tensor | None = None, q_len: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,9 +281,9 @@ def sort_pairs(
         places: int32 `[pairs]`, the index of a pair in `order`; unwritten for those left out.
     """
     pairs = topk_ids.numel()
-    starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
+    starts, order, places = sorted_like(topk_ids, experts)
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    chunk = min(_MAX_SORTED_AT_ONCE, power_of_two(pairs))
+    chunk = min(MAX_SORTED_AT_ONCE, power_of_two(pairs))
     sort_kernel[(experts,)](
         topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
     )

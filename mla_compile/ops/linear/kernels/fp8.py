@@ -103,33 +103,59 @@ def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
         return rounded.to(dtype), (scaled - rounded).to(dtype), scale
 
 
-@triton.jit(do_not_specialize=["rows"])
-def quantize_kernel(
-    x,  # [tokens, BLOCKS * BLOCK], strides (x_stride, 1)
-    out,  # float8 [PARTS, rows, BLOCKS * BLOCK], contiguous
-    scales,  # float32 [BLOCKS, rows], contiguous
-    x_stride,
-    rows,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+@triton.jit
+def quantize_blocks(
+    x, vectors, scales, x_stride, token, rows, block, PARTS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """AT_ONCE blocks of a token; grid `[tokens, parts of BLOCKS]`."""
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    """Blocks of a token as `quantize_triton` writes them."""
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = block < BLOCKS
     of_token = tl.load(x + token * x_stride + column, mask=inside[:, None], other=0.0).to(tl.float32)
-    large, small, scale = quantized(of_token, PARTS, out.dtype.element_ty)
-    at = out + token * (BLOCKS * BLOCK) + column
+    large, small, scale = quantized(of_token, PARTS, vectors.dtype.element_ty)
+    at = vectors + token * (BLOCKS * BLOCK) + column
     tl.store(at, large, mask=inside[:, None])
     if PARTS == 2:
         tl.store(at + rows.to(tl.int64) * (BLOCKS * BLOCK), small, mask=inside[:, None])
     tl.store(scales + block * rows + token, scale, mask=inside)
 
 
+@triton.jit
+def padded_rows(tokens):
+    """The matrix rows of `quantized_like`."""
+    return (tokens + 3) // 4 * 4
+
+
+BLOCKS_AT_ONCE = 16
+"""Blocks of a token that a program quantises."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def quantize_kernel(
+    x,  # [tokens, BLOCKS * BLOCK], strides (x_stride, 1)
+    vectors,  # of `quantized_like`
+    scales,
+    x_stride,
+    tokens,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """AT_ONCE blocks of a token; grid `[tokens, parts of BLOCKS]`."""
+    block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    token = tl.program_id(0).to(tl.int64)
+    quantize_blocks(x, vectors, scales, x_stride, token, padded_rows(tokens), block, PARTS, BLOCKS)
+
+
+def quantized_like(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `quantize_triton`."""
+    tokens, columns = x.shape
+    rows = -(-tokens // 4) * 4
+    vectors = x.new_empty((parts, rows, columns), dtype=fp8.DTYPE)
+    return vectors, x.new_empty((columns // fp8.BLOCK, rows), dtype=torch.float32)
+
+
 def quantize_triton(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Each block of 128 columns of a token as `(values[0] + values[1]) * scale` in FP8: see `quantized`.
+    """Each block of 128 columns of a token as `(vectors[0] + vectors[1]) * scale` in FP8: see `quantized`.
 
     With one part tokens are quantised as DeepSeek quantises activations (arXiv 2412.19437, section 3.3.2).
 
@@ -142,11 +168,17 @@ def quantize_triton(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
         to a multiple of 4, as cuBLAS requires. The last ones are uninitialised.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    tokens, columns = x.shape
-    rows, num_blocks, at_once = -(-tokens // 4) * 4, columns // fp8.BLOCK, 16
-    out = x.new_empty((parts, rows, columns), dtype=fp8.DTYPE)
-    scales = x.new_empty((num_blocks, rows), dtype=torch.float32)
-    quantize_kernel[(tokens, triton.cdiv(num_blocks, at_once))](
-        x, out, scales, x.stride(0), rows, PARTS=parts, BLOCKS=num_blocks, AT_ONCE=at_once, num_warps=4
+    blocks = x.shape[1] // fp8.BLOCK
+    vectors, scales = quantized_like(x, parts)
+    quantize_kernel[(len(x), triton.cdiv(blocks, BLOCKS_AT_ONCE))](
+        x,
+        vectors,
+        scales,
+        x.stride(0),
+        len(x),
+        PARTS=parts,
+        BLOCKS=blocks,
+        AT_ONCE=BLOCKS_AT_ONCE,
+        num_warps=4,
     )
-    return out, scales
+    return vectors, scales
