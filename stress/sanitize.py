@@ -138,6 +138,7 @@ GROUPS = {
             "pairs.weighted_sum_kernel",
             "moe_gemv.gate_up_kernel",
             "moe_gemv.down_kernel",
+            "moe_fp8.prepare_kernel",
             "moe_fp8.gate_up_fp8_kernel",
             "moe_fp8.down_fp8_kernel",
             "fp8.quantize_kernel",
@@ -282,7 +283,7 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
     ),
     ("initcheck", "choose_kernel", "choose_keys.py:43)"): _MASKED.format("tl.where(i < count, ...)"),
     ("initcheck", "list_kernel", "choose_keys.py:131)"): _MASKED.format("i < n"),
-    ("initcheck", "weighted_sum_kernel", "pairs.py:244)"): (
+    ("initcheck", "weighted_sum_kernel", "pairs.py:248)"): (
         "A token of padding has no `places`, and what stands there only makes an address of a load that `there` masks."
     ),
 }

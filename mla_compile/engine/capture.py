@@ -31,7 +31,7 @@ _Shape = tuple[int, int, int, int]
 CALLS_TO_RECORD = 2
 """A bucket's first call runs as it is, which compiles the step and loads its kernels; the second is recorded."""
 
-LONG_PROMPT = 4096
+LONG_PROMPT = 8192
 """Beside more prompt tokens kernels take longer than the host needs to launch them."""
 
 SPENT = "the budget is spent"
