@@ -31,11 +31,7 @@ _Shape = tuple[int, int, int, int]
 CALLS_TO_RECORD = 2
 """A bucket's first call runs as it is, which compiles the step and loads its kernels; the second is recorded."""
 
-LONG_PROMPT = 8192
-"""Beside more prompt tokens kernels take longer than the host needs to launch them."""
-
 SPENT = "the budget is spent"
-LONG = f"more than {LONG_PROMPT:,} prompt tokens or {MAX_KEYS:,} keys: kernels take longer than the host does"
 REFUSED = "torch recorded no graph"
 
 _ONE_RECORDS = threading.Lock()
@@ -61,6 +57,7 @@ class Captures:
         self.device, self.why_not = device, why_not
         self._q_len = 1 + config.num_speculative_tokens
         self._budget, self._ranks = config.capture_budget, ranks
+        self._longest = config.captured_prompt_tokens
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._steps: list[_MeasuredStep] = []
         self.pool: Any = None
@@ -89,8 +86,10 @@ class Captures:
         """Why no graph of a bucket may be recorded now; None if one may be."""
         if self.why_not is not None:
             return self.why_not
-        if bucket.prompt_tokens > LONG_PROMPT or bucket.prompt_keys > MAX_KEYS:
-            return LONG
+        if bucket.prompt_tokens > self._longest:
+            return f"more than {self._longest:,} prompt tokens"
+        if bucket.prompt_keys > MAX_KEYS:
+            return f"more than {MAX_KEYS:,} keys of prompts: kernels take longer than the host does"
         return SPENT if self._is_spent(of_prompts=bucket.prompt_tokens > 0) else None
 
     def _is_spent(self, *, of_prompts: bool) -> bool:

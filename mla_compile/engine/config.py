@@ -198,6 +198,14 @@ class FittedConfig(EngineConfig):
     max_tokens_per_step: int
     pages_per_grant: int
 
+    @property
+    def captured_prompt_tokens(self) -> int:
+        """The most prompt tokens of a step that is captured: beside more, kernels take longer than launching them.
+
+        Graphs share memory, so the longest step decides what all take. Of a budget that step may take half.
+        """
+        return 8192 if self.capture_budget is None else 4096
+
     def build_drafter(self, model: ServedModel) -> Drafter | None:
         """The drafter of an engine; None without drafts.
 

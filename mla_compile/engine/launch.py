@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mla_compile.engine.capture import CALLS_TO_RECORD, LONG_PROMPT
+from mla_compile.engine.capture import CALLS_TO_RECORD
 from mla_compile.engine.choice import RankZeroFailed, choose_on_host
 from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.reports import StepReport
@@ -175,7 +175,7 @@ class Launcher:
         for tokens, cached in sorted(shapes, reverse=True):
             state = steps.mixed_state(1, tokens, sampled=sampled)
             chunks = self._padding(state, tokens, cached)
-            if cached or tokens > LONG_PROMPT:
+            if cached or tokens > config.captured_prompt_tokens:
                 steps.uncaptured(sampled=sampled)(state, chunks)
             else:
                 for _ in range(CALLS_TO_RECORD):

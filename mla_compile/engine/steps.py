@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_compile.batch import ForwardOutput
 from mla_compile.engine.background import run_in_background
 from mla_compile.engine.buckets import CaptureReport
-from mla_compile.engine.capture import LONG_PROMPT, Captures
+from mla_compile.engine.capture import Captures
 from mla_compile.engine.config import FittedConfig
 from mla_compile.packing import padded_prompt_tokens
 from mla_compile.progress import announce_if_slow
@@ -226,7 +226,7 @@ class Steps:
         an eighth of the padded prompts'.
         """
         tokens = padded_prompt_tokens(prompt_tokens, self._config.prompt_tokens_per_step)
-        if self.pads and self.compiles_prompts and tokens <= LONG_PROMPT:
+        if self.pads and self.compiles_prompts and tokens <= self._config.captured_prompt_tokens:
             count = max([count, *(size for size in self.sizes if size * (1 + self._k) <= tokens // 8)])
         return self.state_for(count, sampled=sampled)
 

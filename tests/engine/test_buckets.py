@@ -16,7 +16,7 @@ from torch import nn
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, Engine, rows, steps
 from mla_compile.engine.buckets import row_sizes
-from mla_compile.engine.capture import LONG_PROMPT, Captures, Recording
+from mla_compile.engine.capture import Captures, Recording
 from mla_compile.engine.config import FittedConfig
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
@@ -74,7 +74,9 @@ class Graphs:
 
 def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
     device = torch.device("cuda")
-    config = SimpleNamespace(max_rows=max_rows, num_speculative_tokens=K, capture_budget=budget)
+    config = SimpleNamespace(
+        max_rows=max_rows, num_speculative_tokens=K, capture_budget=budget, captured_prompt_tokens=4096
+    )
     return Captures(cast("FittedConfig", config), device, why_not)
 
 
@@ -406,20 +408,23 @@ def test_requests_move_only_to_a_smaller_state(monkeypatch: pytest.MonkeyPatch) 
     assert moved == [[], [2, 6]], "the engine was idle, then six of eight had ended"
 
 
+@pytest.mark.parametrize(("budget", "longest"), [(None, 8192), (2**40, 4096)])
 @pytest.mark.parametrize("k", [0, K])
-def test_prompts_beside_few_rows_run_on_one_number_of_rows(k: int) -> None:
+def test_prompts_beside_few_rows_run_on_one_number_of_rows(k: int, budget: int | None, longest: int) -> None:
     with recording(one_layer_model(), eagerly=True):
-        mine = engine(k, compile=True, max_rows=100, max_tokens_per_step=5000)
+        mine = engine(k, compile=True, max_rows=100, max_tokens_per_step=9000, capture_budget=budget)
         steps = mine._launcher.steps
         few = steps.mixed_state(3, 1000, sampled=False)
         assert few is steps.state_for(3, sampled=False), "prompts run eagerly so far"
         steps.warms_prompts = True
         for tokens in prompt_sizes(mine.config.prompt_tokens_per_step):
-            affordable = [size for size in steps.sizes if size * (1 + k) * 8 <= tokens <= LONG_PROMPT]
+            affordable = [size for size in steps.sizes if size * (1 + k) * 8 <= tokens <= longest]
             for count in steps.sizes:
                 state = steps.mixed_state(count, tokens - 1, sampled=True)
                 assert state is steps.state_for(max(count, *affordable, 1), sampled=True)
-        found = [len(steps.mixed_state(3, tokens, sampled=False).active) for tokens in (16, 300, 1000, 4097)]
+        found = [
+            len(steps.mixed_state(3, tokens, sampled=False).active) for tokens in (16, 300, 1000, longest + 1)
+        ]
         assert found == ([4, 32, 100, 4] if k == 0 else [4, 8, 32, 4])
 
 
