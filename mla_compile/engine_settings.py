@@ -142,7 +142,8 @@ class EngineFields:
             that this device or `compile` rules out; the first step rejects one that the model's sizes rule out.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold this many, no further number of rows is
             captured: its batches run uncaptured. Steps with prompts use at most half of it; further sizes of prompts
-            run uncaptured. 0 captures nothing. None for no limit: both have few sizes, and graphs share memory.
+            run uncaptured, and so do those with more than 4,096 tokens (without a budget 8,192). 0 captures nothing.
+            None for no limit: both have few sizes, and graphs share memory.
         batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
             beside any others, in every dtype: for any `max_rows`, drafts and `max_tokens_per_step`, with shared pages
             or without, in every process on the same model of GPU with the same versions. It compiles all steps, those

@@ -147,6 +147,8 @@ GROUPS = {
             f"{KERNELS}test_experts_when_few_are_chosen_and_sizes_fill_no_tile[(50, 33)-3-torch.bfloat16]",
             "tests/test_gpu_fp8.py::test_few_tokens_and_sizes_that_fill_no_tile[(50, 33, 1)-torch.float16]",
             "tests/test_gpu_fp8.py::test_experts_of_tokens_in_fp8[2-1]",
+            "tests/test_gpu_fp8.py::test_fp8_products_of_any_sizes[(384, 256, 2)]",
+            "tests/test_gpu_fp8.py::test_products_of_tokens_in_fp8[16-128]",
         ),
     ),
     "router, sampling, sums": Group(
@@ -283,7 +285,7 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
     ),
     ("initcheck", "choose_kernel", "choose_keys.py:43)"): _MASKED.format("tl.where(i < count, ...)"),
     ("initcheck", "list_kernel", "choose_keys.py:131)"): _MASKED.format("i < n"),
-    ("initcheck", "weighted_sum_kernel", "pairs.py:248)"): (
+    ("initcheck", "weighted_sum_kernel", "pairs.py:251)"): (
         "A token of padding has no `places`, and what stands there only makes an address of a load that `there` masks."
     ),
 }

@@ -127,6 +127,26 @@ def test_no_tile_of_fp8_products_changes_a_bit(tokens: int) -> None:
     assert torch.equal(moe_fp8(few.operands()), whole[1:4])
 
 
+@pytest.mark.parametrize("sizes", [(384, 256, 2), (128, 128, 0), (640, 384, 1)], ids=str)
+def test_fp8_products_of_any_sizes(sizes: tuple[int, int, int]) -> None:
+    hidden, intermediate, shared = sizes
+    for tokens, pairs in ((5, 600), (70, 4000), (300, 9000)):
+        size = {"hidden": hidden, "intermediate": intermediate, "shared": shared, "among": 4}
+        case = moe_case(tokens, 2, **size, dtype=torch.bfloat16, device="cuda", fp8=True)
+        tiles = fp8_product_tiles(pairs, 64, 2)
+        check_moe(case, moe_fp8(case.operands(), tiles=tiles))
+        row_lens, q_len, runs = padding(case, 1, [0, 1])
+        check_padded_moe(case, moe_fp8(case.operands(row_lens, q_len), tiles=tiles), runs)
+
+
+def test_experts_of_more_numbers_than_int32() -> None:
+    size = {"experts": 8, "hidden": 128, "intermediate": 4096}
+    case = moe_case(70_000, 8, **size, dtype=torch.bfloat16, device="cuda", fp8=True)
+    last = replace(case, **{name: getattr(case, name)[-9:] for name in ("x", "topk_weights", "topk_ids")})
+    check_moe(last, moe_fp8(last.operands()))
+    assert torch.equal(moe_fp8(case.operands())[-9:], moe_fp8(last.operands()))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 8, 100, 2048])
 def test_experts_at_the_size_of_glm(tokens: int) -> None:
     case = glm_case(tokens)
@@ -182,7 +202,7 @@ def test_products_of_tokens_in_fp8(columns: int, k: int) -> None:
     weight, scale = fp8_weight(columns, k, device="cuda")
     for tokens in (129, 131, 600, 4097):
         x = torch.randn(tokens, k + 8, device="cuda").bfloat16()[:, 8:]
-        (values,), scales = quantize_triton(x, 1)
+        values, scales = quantize_triton(x)
         stored, of_blocks = quantised(x)
         torch.testing.assert_close(scales.t()[:tokens], of_blocks, rtol=1e-6, atol=0)
         assert (values[:tokens].float() != stored.float()).float().mean() < 1e-3, "but for ties"

@@ -200,9 +200,10 @@ class FittedConfig(EngineConfig):
 
     @property
     def captured_prompt_tokens(self) -> int:
-        """The most prompt tokens of a step that is captured: beside more, kernels take longer than launching them.
+        """The most prompt tokens of a step that is captured: with more, kernels take longer than launching them.
 
-        Graphs share memory, so the longest step decides what all take. Of a budget that step may take half.
+        Graphs share memory, so the longest captured step decides how much. A budget for graphs lasts for more of them
+        if that step is shorter.
         """
         return 8192 if self.capture_budget is None else 4096
 

@@ -16,7 +16,7 @@ from torch import nn
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, Engine, rows, steps
 from mla_compile.engine.buckets import row_sizes
-from mla_compile.engine.capture import Captures, Recording
+from mla_compile.engine.capture import MAX_KEYS, Captures, Recording
 from mla_compile.engine.config import FittedConfig
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
@@ -78,6 +78,17 @@ def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -
         max_rows=max_rows, num_speculative_tokens=K, capture_budget=budget, captured_prompt_tokens=4096
     )
     return Captures(cast("FittedConfig", config), device, why_not)
+
+
+def test_steps_of_many_prompt_tokens_or_keys_are_not_recorded() -> None:
+    captures = captures_of(4, budget=None)
+    reasons = [
+        captures.why_not_recorded(captures.bucket("step", (1, *shape)))
+        for shape in ((4096, 1, 0), (4097, 1, 0), (16, 1, MAX_KEYS + 1))
+    ]
+    assert (
+        reasons[0] is None and "4,096 prompt tokens" in str(reasons[1]) and "32,768 keys" in str(reasons[2])
+    )
 
 
 def test_row_sizes_double_up_to_the_most_rows() -> None:

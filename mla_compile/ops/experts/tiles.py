@@ -20,7 +20,8 @@ MIN_FP8_PRODUCT_PAIRS = 3
 quantising tokens and sorting. On an H200 GLM's experts took 5% longer at 2 pairs and 16% less at 3."""
 
 MIN_ROUNDED_PAIRS = 64
-"""Fewest pairs per expert for which each expert's results are rounded; with fewer they are in float32. On an H100 that
+"""Fewest pairs per expert for which products by bfloat16 weights round each expert's results; with fewer they are in
+float32. On an H100 that
 saves 4% at 64 pairs, 9% at 256 and 3 to 7% at 1,024."""
 
 

@@ -5,7 +5,6 @@ A token is the sum of one or two FP8 vectors (`linear/kernels/fp8.py`). Two hold
 the weights, and their sum is scaled and added in float32. On an H200 all tiles gave a token the same bits.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import triton
@@ -32,7 +31,7 @@ from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.kernels.fp8 import (
     BLOCK,
     BLOCKS_AT_ONCE,
-    padded_rows,
+    padded_tokens,
     quantize_blocks,
     quantized,
     quantized_like,
@@ -43,9 +42,9 @@ from mla_compile.ops.linear.tiles import ProductTiles
 class Tokens(NamedTuple):
     """Tokens, as the arguments of a kernel with these names."""
 
-    vectors: Any  # float8 [PARTS, rows, COLUMNS], contiguous
-    scales: Any  # float32 [COLUMNS / BLOCK, rows]
-    rows: Any
+    vectors: Any  # float8 [PARTS, stride, COLUMNS], contiguous
+    scales: Any  # float32 [COLUMNS / BLOCK, stride]
+    stride: Any
 
 
 class Weights(NamedTuple):
@@ -73,29 +72,30 @@ def prepare_kernel(
     rows,
     q_len,
     experts,
-    S: tl.constexpr,
+    TOPK: tl.constexpr,
+    CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The sort of one expert's pairs, or AT_ONCE blocks of a token; grid `[experts + tokens, parts of a token]`."""
+    """The sort of one expert's pairs, or AT_ONCE blocks of a token; grid `[experts + tokens, BLOCKS / AT_ONCE]`."""
     wait_for_kernel_before(EARLY)
     program = tl.program_id(0)
     if program < experts:
         if tl.program_id(1) == 0:
             choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
-            sort_expert(choices, program, program == experts - 1, starts, order, places, S.TOPK, S.CHUNK)
+            sort_expert(choices, program, program == experts - 1, starts, order, places, TOPK, CHUNK)
     else:
         token = (program - experts).to(tl.int64)
         block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-        BLOCKS: tl.constexpr = S.HIDDEN // BLOCK
-        quantize_blocks(x, vectors, scales, x_stride, token, padded_rows(tokens), block, PARTS, BLOCKS)
+        quantize_blocks(x, vectors, scales, x_stride, token, padded_tokens(tokens), block, PARTS, BLOCKS)
 
 
 @triton.jit
 def _scales(x, row, inside, weights, block, BLOCKS: tl.constexpr):
     """The factors of a block's sums, `[tokens]`: of a token and of each weight."""
-    of_token = tl.load(x.scales + block * x.rows + row, mask=inside & (block < BLOCKS), other=0.0)
+    of_token = tl.load(x.scales + block * x.stride + row, mask=inside & (block < BLOCKS), other=0.0)
     first = tl.load(weights.first_scale + block, mask=block < BLOCKS, other=0.0)
     second = tl.load(weights.second_scale + block, mask=block < BLOCKS, other=0.0)
     return of_token * first, of_token * second
@@ -141,7 +141,7 @@ def _two_products(x, row, inside, weights, COLUMNS: tl.constexpr, PARTS: tl.cons
         large = tl.load(at, mask=inside[:, None], other=0.0)
         small = large
         if PARTS == 2:
-            small = tl.load(at + x.rows.to(tl.int64) * COLUMNS, mask=inside[:, None], other=0.0)
+            small = tl.load(at + x.stride.to(tl.int64) * COLUMNS, mask=inside[:, None], other=0.0)
         w_first = tl.load(weights.first[:, None] + block * BLOCK + k)
         w_second = tl.load(weights.second[:, None] + block * BLOCK + k)
         first = _add_product(first, large, small, w_first, of_first, PARTS, COLUMNS_FIRST)
@@ -194,7 +194,7 @@ def gate_up_fp8_kernel(
         of_column = c.to(tl.int64) * HIDDEN
         of_block = column * BLOCKS
         two = Weights(gate_at + of_column, up_at + of_column, gate_scale + of_block, up_scale + of_block)
-        of_tokens = Tokens(x, x_scales, padded_rows(tokens))
+        of_tokens = Tokens(x, x_scales, padded_tokens(tokens))
         gate, up = _two_products(of_tokens, token, inside, two, HIDDEN, PARTS)
         result = gate / (1.0 + tl.exp(-gate)) * up
         large, small, scale = quantized(result, PARTS, activated.dtype.element_ty)
@@ -259,32 +259,46 @@ def down_fp8_kernel(
         tl.store(at + right, of_right.to(out.dtype.element_ty), mask=inside[:, None])
 
 
+def prepared(operands: ExpertOperands, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tokens as `quantized_like` has them, and the pairs as `sort_pairs` does, in one launch."""
+    x, topk_ids, experts = operands.x, operands.topk_ids.contiguous(), operands.w_down.shape[0]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, pairs, blocks = len(x), topk_ids.numel(), x.shape[1] // fp8.BLOCK
+    vectors, scales = quantized_like(x, parts)
+    starts, order, places = sorted_like(topk_ids, experts)
+    prepare_kernel[(experts + tokens, triton.cdiv(blocks, BLOCKS_AT_ONCE))](
+        *(x, vectors, scales, x.stride(0), tokens, topk_ids, starts, order, places, pairs),
+        *(*padding_of(operands.row_lens, operands.q_len), experts),
+        TOPK=topk_ids.shape[1],
+        CHUNK=min(MAX_SORTED_AT_ONCE, power_of_two(pairs)),
+        PARTS=parts,
+        BLOCKS=blocks,
+        AT_ONCE=BLOCKS_AT_ONCE,
+        **early_options(x),
+        num_warps=16 if pairs > 1024 else 4,
+    )
+    return vectors, scales, starts, order, places
+
+
 def moe_fp8(
     operands: ExpertOperands, *, parts: int = 2, tiles: tuple[ProductTiles, ProductTiles] | None = None
 ) -> Tensor:
     """`moe_experts_op` of bfloat16 tokens by FP8 weights, with FP8 products.
 
+    Each expert's results are rounded to bfloat16 before they are weighted.
+
     parts: the FP8 vectors of a token; see `quantized`.
     tiles: of gate and up, and of down with half of its columns; by default from `tiles.py`.
     """
-    x, topk_ids, shared = operands.x, operands.topk_ids.contiguous(), operands.num_shared
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, topk_ids, shared = operands.x, operands.topk_ids, operands.num_shared
     (tokens, hidden), (experts, _, intermediate) = x.shape, operands.w_down.shape
     pairs, topk = topk_ids.numel(), topk_ids.shape[1]
     results = pairs + shared * tokens
     gate_up, down = tiles or fp8_product_tiles(pairs, experts, parts)
-    chunk = min(MAX_SORTED_AT_ONCE, power_of_two(pairs))
-    sizes = Sizes(topk, shared, hidden, intermediate, False, chunk, power_of_two(experts))
+    sizes = Sizes(topk, shared, hidden, intermediate, False, 0, power_of_two(experts))
     early = early_options(x)
 
-    vectors, scales = quantized_like(x, parts)
-    starts, order, places = sorted_like(topk_ids, experts)
-    prepare_kernel[(experts + tokens, triton.cdiv(hidden // fp8.BLOCK, BLOCKS_AT_ONCE))](
-        *(x, vectors, scales, x.stride(0), tokens, topk_ids, starts, order, places, pairs),
-        *(*padding_of(operands.row_lens, operands.q_len), experts, sizes, parts, BLOCKS_AT_ONCE),
-        **early,
-        num_warps=16 if pairs > 1024 else 4,
-    )
+    vectors, scales, starts, order, places = prepared(operands, parts)
     activated = vectors.new_empty((parts, results, intermediate))
     activated_scales = scales.new_empty((intermediate // fp8.BLOCK, results))
     pair_outs = x.new_empty((results, hidden))
@@ -303,4 +317,6 @@ def moe_fp8(
     return weighted_sum(operands, pair_outs, places)
 
 
-moe_fp8_activations = partial(moe_fp8, parts=1)
+def moe_fp8_activations(operands: ExpertOperands) -> Tensor:
+    """`moe_fp8` of tokens that are quantised to FP8."""
+    return moe_fp8(operands, parts=1)

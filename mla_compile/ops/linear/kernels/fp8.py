@@ -82,11 +82,12 @@ def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
 
 @triton.jit
 def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """x, float32 `[rows, BLOCK]`, as `(large + small) * scale` with FP8 values and a scale for each row.
+    """x, float32 `[tokens, BLOCK]`, as `(large + small) * scale` with FP8 values and a scale for each token.
 
-    One part: the largest of a row becomes 448, and small is not used. Two parts hold bfloat16: large has the first 4
-    bits of x, and small the other 4. The scale is a power of two, and the largest becomes 128 to 255. Numbers from 2^-9
-    of the largest on are exact; the error of others is at most 2^-17 of the largest.
+    One part: the largest becomes 448, and small is not used.
+    Two parts: large has the first 4 significant bits of a number, small the next 4. The scale is a power of two with
+    which the largest becomes 128 to 256. A number that bfloat16 holds is exact from 2^-9 of the largest on; others
+    have a relative error of up to 2^-8 there. The error of smaller ones is at most 2^-16 of the largest.
     """
     largest = tl.max(tl.abs(x), 1)
     if PARTS == 1:
@@ -97,7 +98,7 @@ def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
         exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8) - 7
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        # Rounded as bits: ptxas 12.8 and 13.0 convert arbitrary bits in place of FP8 that was only just made.
+        # Rounded as bits, as ptxas 12.8 and 13.0 miscompile the conversion of a new FP8 value back to float32.
         bits = scaled.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
         return rounded.to(dtype), (scaled - rounded).to(dtype), scale
@@ -105,9 +106,9 @@ def quantized(x, PARTS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def quantize_blocks(
-    x, vectors, scales, x_stride, token, rows, block, PARTS: tl.constexpr, BLOCKS: tl.constexpr
+    x, vectors, scales, x_stride, token, stride, block, PARTS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Blocks of a token as `quantize_triton` writes them."""
+    """Blocks of a token as `quantized_like` has them; stride: its padded tokens."""
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = block < BLOCKS
     of_token = tl.load(x + token * x_stride + column, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -115,13 +116,13 @@ def quantize_blocks(
     at = vectors + token * (BLOCKS * BLOCK) + column
     tl.store(at, large, mask=inside[:, None])
     if PARTS == 2:
-        tl.store(at + rows.to(tl.int64) * (BLOCKS * BLOCK), small, mask=inside[:, None])
-    tl.store(scales + block * rows + token, scale, mask=inside)
+        tl.store(at + stride.to(tl.int64) * (BLOCKS * BLOCK), small, mask=inside[:, None])
+    tl.store(scales + block * stride + token, scale, mask=inside)
 
 
 @triton.jit
-def padded_rows(tokens):
-    """The matrix rows of `quantized_like`."""
+def padded_tokens(tokens):
+    """The tokens of `quantized_like`."""
     return (tokens + 3) // 4 * 4
 
 
@@ -136,49 +137,41 @@ def quantize_kernel(
     scales,
     x_stride,
     tokens,
-    PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """AT_ONCE blocks of a token; grid `[tokens, parts of BLOCKS]`."""
+    """AT_ONCE blocks of a token, as one vector; grid `[tokens, BLOCKS / AT_ONCE]`."""
     block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     token = tl.program_id(0).to(tl.int64)
-    quantize_blocks(x, vectors, scales, x_stride, token, padded_rows(tokens), block, PARTS, BLOCKS)
+    quantize_blocks(x, vectors, scales, x_stride, token, padded_tokens(tokens), block, 1, BLOCKS)
 
 
 def quantized_like(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Memory for the results of `quantize_triton`."""
-    tokens, columns = x.shape
-    rows = -(-tokens // 4) * 4
-    vectors = x.new_empty((parts, rows, columns), dtype=fp8.DTYPE)
-    return vectors, x.new_empty((columns // fp8.BLOCK, rows), dtype=torch.float32)
-
-
-def quantize_triton(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Each block of 128 columns of a token as `(vectors[0] + vectors[1]) * scale` in FP8: see `quantized`.
-
-    With one part tokens are quantised as DeepSeek quantises activations (arXiv 2412.19437, section 3.3.2).
-
-    Args:
-        x: `[tokens, columns]`, a multiple of 128 columns; bfloat16 for two parts.
-        parts: 1 or 2.
+    """Memory for tokens as sums of `parts` FP8 vectors (see `quantized`).
 
     Returns:
-        float8_e4m3fn `[parts, rows, columns]`, and float32 scales `[columns / 128, rows]`; rows: the tokens, rounded up
-        to a multiple of 4, as cuBLAS requires. The last ones are uninitialised.
+        float8_e4m3fn `[parts, padded tokens, columns]`, and float32 scales `[columns / 128, padded tokens]`. Tokens are
+        padded to a multiple of 4, as cuBLAS requires.
+    """
+    tokens, columns = x.shape
+    padded = -(-tokens // 4) * 4
+    vectors = x.new_empty((parts, padded, columns), dtype=fp8.DTYPE)
+    return vectors, x.new_empty((columns // fp8.BLOCK, padded), dtype=torch.float32)
+
+
+def quantize_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block of 128 columns of a token in FP8, as DeepSeek quantises activations (arXiv 2412.19437, section 3.3.2).
+
+    Args:
+        x: `[tokens, columns]`, a multiple of 128 columns.
+
+    Returns:
+        float8_e4m3fn `[padded tokens, columns]`, and scales as of `quantized_like`; padding is uninitialised.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     blocks = x.shape[1] // fp8.BLOCK
-    vectors, scales = quantized_like(x, parts)
+    vectors, scales = quantized_like(x, 1)
     quantize_kernel[(len(x), triton.cdiv(blocks, BLOCKS_AT_ONCE))](
-        x,
-        vectors,
-        scales,
-        x.stride(0),
-        len(x),
-        PARTS=parts,
-        BLOCKS=blocks,
-        AT_ONCE=BLOCKS_AT_ONCE,
-        num_warps=4,
+        x, vectors, scales, x.stride(0), len(x), BLOCKS=blocks, AT_ONCE=BLOCKS_AT_ONCE, num_warps=4
     )
-    return vectors, scales
+    return vectors[0], scales

@@ -15,7 +15,7 @@ if CUDA is not None and tuple(map(int, CUDA.split("."))) < (12, 9):
 
 def linear_fp8_activations(operands: FP8LinearOperands) -> Tensor:
     """`fp8_linear` of tokens that are quantised to FP8, by cuBLAS, which adds the scaled sums of blocks in float32."""
-    (values,), scales = quantize_triton(operands.x, parts=1)
+    values, scales = quantize_triton(operands.x)
     of_tokens, of_weights = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 
     def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
