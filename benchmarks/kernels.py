@@ -166,7 +166,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     for columns, k in GLM_PRODUCTS:
         fp8_linear_lines(columns, k, FEW)
-    moe_lines(GLM, FEW, fp8=True)
+    moe_lines(GLM, (*FEW, *MANY), fp8=True)
     moe_lines(GLM, (*FEW, *MANY))
     moe_lines(V3_12, (8, 32, 64, 72, 128, 256, 544, 672, 1024, 2048, 4096))
 
