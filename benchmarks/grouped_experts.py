@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from benchmarks.kernels import GLM, graph_us, layer, randn
+from benchmarks.kernels import GLM, calls_of, graph_us, layer
 from benchmarks.reporting import command_parser
 from mla_compile.ops.attention.kernels.gluon.split import barrier
 from mla_compile.ops.experts.kernels.moe import moe_rounded
@@ -461,11 +461,7 @@ def main() -> None:
         layers = [layer(GLM, fp8=fp8) for _ in range(2)]
         known = moe_fp8 if fp8 else moe_rounded
         for tokens in (300, 1024, 2048, 4096, 8192, 16384):
-            x = randn(tokens, GLM.hidden) * GLM.hidden**0.5
-            weights, calls = torch.rand(tokens, GLM.topk, device="cuda"), []
-            for routed, shared, scales in layers:
-                ids = torch.rand(tokens, GLM.experts, device="cuda").topk(GLM.topk).indices
-                calls.append(ExpertOperands(x, weights, ids, *routed, None, 1, *shared, *scales))
+            calls = calls_of(GLM, tokens, layers)
             got, expected = moe_grouped(calls[0], programs=programs), known(calls[0])
             error = (got.double() - expected).norm() / expected.double().norm()
             times = [

@@ -124,16 +124,21 @@ def layer(model: Experts, *, fp8: bool) -> tuple[tuple[Any, ...], tuple[Any, ...
     return tuple(routed), (gate, up, down), scales
 
 
+def calls_of(model: Experts, tokens: int, layers: Sequence[tuple[Any, ...]]) -> list[ExpertOperands]:
+    """A call of each layer, for the same random tokens, which choose experts anew."""
+    x = randn(tokens, model.hidden) * model.hidden**0.5
+    weights, calls = torch.rand(tokens, model.topk, device="cuda"), []
+    for routed, shared, scales in layers:
+        ids = torch.rand(tokens, model.experts, device="cuda").topk(model.topk).indices
+        calls.append(ExpertOperands(x, weights, ids, *routed, None, 1, *shared, *scales))
+    return calls
+
+
 def moe_lines(model: Experts, all_tokens: Sequence[int], *, fp8: bool = False, copies: int = 4) -> None:
     """A line for each number of tokens, over as many layers as `copies`."""
     layers = [layer(model, fp8=fp8) for _ in range(copies)]
     for tokens in all_tokens:
-        x = randn(tokens, model.hidden) * model.hidden**0.5
-        weights = torch.rand(tokens, model.topk, device="cuda")
-        calls = []
-        for routed, shared, scales in layers:
-            ids = torch.rand(tokens, model.experts, device="cuda").topk(model.topk).indices
-            calls.append(ExpertOperands(x, weights, ids, *routed, None, 1, *shared, *scales))
+        calls = calls_of(model, tokens, layers)
         active = sum(args[2].unique().numel() for args in calls) / len(calls) + model.shared
         elements = 3 * model.hidden * model.intermediate  # of an expert
         read = active * elements * (1 if fp8 else 2) / BYTES_PER_US

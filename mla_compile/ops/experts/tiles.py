@@ -21,8 +21,7 @@ quantising tokens and sorting. On an H200 GLM's experts took 5% longer at 2 pair
 
 MIN_ROUNDED_PAIRS = 64
 """Fewest pairs per expert for which products by bfloat16 weights round each expert's results; with fewer they are in
-float32. On an H100 that
-saves 4% at 64 pairs, 9% at 256 and 3 to 7% at 1,024."""
+float32. On an H100 that saves 4% at 64 pairs, 9% at 256 and 3 to 7% at 1,024."""
 
 
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> ProductTiles:
@@ -94,16 +93,10 @@ def fp8_product_tiles(pairs: int, experts: int, parts: int) -> tuple[ProductTile
     parts: the FP8 vectors of a token.
     """
     if pairs <= 16 * experts:
-        return ProductTiles(16, 128, depth=128, warps=4, stages=3), ProductTiles(
-            16, 64, 128, warps=4, stages=3
-        )
-    if parts == 1:
-        return ProductTiles(64, 128, depth=128, warps=4, stages=2), ProductTiles(
-            64, 128, 128, warps=4, stages=2
-        )
-    if pairs <= 96 * experts:
-        return ProductTiles(64, 128, depth=128, warps=4, stages=2), ProductTiles(
-            64, 64, 128, warps=4, stages=3
-        )
-    tiles = ProductTiles(128, 128, depth=128, warps=8, stages=3)
-    return tiles, tiles
+        gate_up = ProductTiles(16, columns=128, depth=128, warps=4, stages=3)
+        return gate_up, ProductTiles(16, columns=64, depth=128, warps=4, stages=3)
+    if parts == 2 and pairs > 96 * experts:
+        both = ProductTiles(128, columns=128, depth=128, warps=8, stages=3)
+        return both, both
+    gate_up = ProductTiles(64, columns=128, depth=128, warps=4, stages=2)
+    return gate_up, gate_up if parts == 1 else ProductTiles(64, columns=64, depth=128, warps=4, stages=3)

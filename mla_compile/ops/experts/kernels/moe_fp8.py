@@ -15,10 +15,10 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.device import power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of
 from mla_compile.ops.experts.kernels.pairs import (
-    MAX_SORTED_AT_ONCE,
     Choices,
     Sizes,
     num_programs,
+    pairs_at_once,
     rows_of,
     sort_expert,
     sorted_like,
@@ -270,7 +270,7 @@ def prepared(operands: ExpertOperands, parts: int) -> tuple[Tensor, Tensor, Tens
         *(x, vectors, scales, x.stride(0), tokens, topk_ids, starts, order, places, pairs),
         *(*padding_of(operands.row_lens, operands.q_len), experts),
         TOPK=topk_ids.shape[1],
-        CHUNK=min(MAX_SORTED_AT_ONCE, power_of_two(pairs)),
+        CHUNK=pairs_at_once(pairs),
         PARTS=parts,
         BLOCKS=blocks,
         AT_ONCE=BLOCKS_AT_ONCE,

@@ -16,7 +16,7 @@ from mla_compile.ops.device import power_of_two
 from mla_compile.ops.experts.kernels.experts import padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
 
-MAX_SORTED_AT_ONCE = 4096
+_MAX_SORTED_AT_ONCE = 4096
 """Pairs per iteration of the sort: eight per thread of 16 warps."""
 
 
@@ -258,6 +258,11 @@ def weighted_sum_kernel(
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
 
 
+def pairs_at_once(pairs: int) -> int:
+    """The constant CHUNK of `sort_expert`."""
+    return min(_MAX_SORTED_AT_ONCE, power_of_two(pairs))
+
+
 def sorted_like(topk_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the results of `sort_pairs`."""
     pairs = topk_ids.numel()
@@ -283,9 +288,8 @@ def sort_pairs(
     pairs = topk_ids.numel()
     starts, order, places = sorted_like(topk_ids, experts)
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    chunk = min(MAX_SORTED_AT_ONCE, power_of_two(pairs))
     sort_kernel[(experts,)](
-        topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
+        topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=pairs_at_once(pairs), num_warps=16
     )
     return starts, order, places
 
