@@ -191,6 +191,12 @@ def _next(stage, phase, S: gl.constexpr):
 
 
 @gluon.jit
+def _before(stage, S: gl.constexpr):
+    """The place of the last block. A variable with it would keep its first value: Triton 3.6 and 3.7 lose the others."""
+    return gl.where(stage == 0, S.STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _scales_of_weights(a, S: gl.constexpr, expert, column):
     """Pointers to the scales of the first block of both weights."""
     SCALES: gl.constexpr = S.K // 128
@@ -261,7 +267,6 @@ def _products(S: gl.constexpr, buffers, stage, phase, W: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     first = gl.zeros([64, BN], gl.float32, layout)
     second = gl.zeros([64, BN], gl.float32, layout)
-    before = stage
     for block in range(S.K // S.DEPTH):
         mbarrier.wait(loaded.index(stage), phase)
         fence_async_shared()
@@ -271,12 +276,11 @@ def _products(S: gl.constexpr, buffers, stage, phase, W: gl.constexpr):
         first, second = warpgroup_mma_wait(2, deps=[first, second])  # those of the block before have ended
         if block > 0:
             barrier()
-            mbarrier.arrive(used.index(before), count=1)
-        before = stage
+            mbarrier.arrive(used.index(_before(stage, S)), count=1)
         stage, phase = _next(stage, phase, S)
     first, second = warpgroup_mma_wait(0, deps=[first, second])
     barrier()
-    mbarrier.arrive(used.index(before), count=1)
+    mbarrier.arrive(used.index(_before(stage, S)), count=1)
     return first, second, stage, phase
 
 
