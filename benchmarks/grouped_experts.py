@@ -150,8 +150,8 @@ def _load(a, S: gl.constexpr, w, shared_w, shared_w2, xs, ws, loaded, used):
             mbarrier.wait(used.index(stage), phase)
             full = loaded.index(stage)
             mbarrier.expect(full, BYTES)
-            left = ws.index(2 * stage)
-            right = ws.index(2 * stage + 1)
+            left = ws.index(stage).slice(0, BN, dim=0)
+            right = ws.index(stage).slice(BN, BN, dim=0)
             if S.SHARED > 0:
                 if expert >= 0:
                     tma.async_copy_global_to_shared(w, [first, block * S.DEPTH], full, left)
@@ -243,8 +243,8 @@ def _products_fp8(a, S: gl.constexpr, buffers, where, scales, stage, phase, W: g
         fence_async_shared()
         large = xs.index(2 * stage).slice(W * 64, 64, dim=0)
         small = xs.index(2 * stage + 1).slice(W * 64, 64, dim=0)
-        left = ws.index(2 * stage).permute((1, 0))
-        right = ws.index(2 * stage + 1).permute((1, 0))
+        left = ws.index(stage).slice(0, BN, dim=0).permute((1, 0))
+        right = ws.index(stage).slice(BN, BN, dim=0).permute((1, 0))
         product = gl.zeros([64, BN], gl.float32, layout)
         product = warpgroup_mma(small, left, product, use_acc=False, is_async=True)
         product = warpgroup_mma(large, left, product, is_async=True)
@@ -262,25 +262,27 @@ def _products_fp8(a, S: gl.constexpr, buffers, where, scales, stage, phase, W: g
 
 @gluon.jit
 def _products(S: gl.constexpr, buffers, stage, phase, W: gl.constexpr):
-    """Tokens by both weights, in bfloat16."""
+    """Tokens by both weights, in bfloat16: one instruction multiplies by both, so it reads the tokens once."""
     xs, ws, loaded, used = buffers
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    first = gl.zeros([64, BN], gl.float32, layout)
-    second = gl.zeros([64, BN], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BN, 16])
+    result = gl.zeros([64, 2 * BN], gl.float32, layout)
     for block in range(S.K // S.DEPTH):
         mbarrier.wait(loaded.index(stage), phase)
         fence_async_shared()
         x = xs.index(stage).slice(W * 64, 64, dim=0)
-        first = warpgroup_mma(x, ws.index(2 * stage).permute((1, 0)), first, is_async=True)
-        second = warpgroup_mma(x, ws.index(2 * stage + 1).permute((1, 0)), second, is_async=True)
-        first, second = warpgroup_mma_wait(2, deps=[first, second])  # those of the block before have ended
+        result = warpgroup_mma(x, ws.index(stage).permute((1, 0)), result, is_async=True)
+        result = warpgroup_mma_wait(1, deps=[result])  # that of the block before has ended
         if block > 0:
             barrier()
             mbarrier.arrive(used.index(_before(stage, S)), count=1)
         stage, phase = _next(stage, phase, S)
-    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    result = warpgroup_mma_wait(0, deps=[result])
     barrier()
     mbarrier.arrive(used.index(_before(stage, S)), count=1)
+    first, second = result.reshape([64, 2, BN]).permute((0, 2, 1)).split()
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    first = gl.convert_layout(first, half, assert_trivial=True)
+    second = gl.convert_layout(second, half, assert_trivial=True)
     return first, second, stage, phase
 
 
@@ -384,7 +386,7 @@ def grouped_kernel(
     PARTS: gl.constexpr = 2 if S.FP8 else 1
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, BITS)
     xs = gl.allocate_shared_memory(DTYPE, [PARTS * S.STAGES, BT, S.DEPTH], swizzled)
-    ws = gl.allocate_shared_memory(DTYPE, [2 * S.STAGES, BN, S.DEPTH], swizzled)
+    ws = gl.allocate_shared_memory(DTYPE, [S.STAGES, 2 * BN, S.DEPTH], swizzled)
     one: gl.constexpr = mbarrier.MBarrierLayout()
     loaded = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], one)
     used = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], one)

@@ -22,4 +22,4 @@ def test_loading_and_computing_warps_fit_hopper(fp8: bool, shared: int) -> None:
     assert len(found) == 2
     for kernel in found:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= (64 if fp8 else 0)
-        assert f"m64n128k{32 if fp8 else 16}" in kernel.text
+        assert ("m64n128k32" if fp8 else "m64n256k16") in kernel.text

@@ -17,8 +17,8 @@ from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, p
 from mla_compile.ops.experts.kernels.pairs import (
     Choices,
     Sizes,
+    Sort,
     num_programs,
-    pairs_at_once,
     rows_of,
     sort_expert,
     sorted_like,
@@ -72,22 +72,22 @@ def prepare_kernel(
     rows,
     q_len,
     experts,
-    TOPK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    S: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The sort of one expert's pairs, or AT_ONCE blocks of a token; grid `[experts + tokens, BLOCKS / AT_ONCE]`."""
+    """`sort_expert`, or AT_ONCE blocks of a token; grid `[experts * S.SHARES + tokens, BLOCKS / AT_ONCE]`."""
     wait_for_kernel_before(EARLY)
     program = tl.program_id(0)
-    if program < experts:
+    sorting = experts * S.SHARES
+    if program < sorting:
         if tl.program_id(1) == 0:
             choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
-            sort_expert(choices, program, program == experts - 1, starts, order, places, TOPK, CHUNK)
+            sort_expert(choices, program, experts, starts, order, places, S)
     else:
-        token = (program - experts).to(tl.int64)
+        token = (program - sorting).to(tl.int64)
         block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
         quantize_blocks(x, vectors, scales, x_stride, token, padded_tokens(tokens), block, PARTS, BLOCKS)
 
@@ -266,11 +266,11 @@ def prepared(operands: ExpertOperands, parts: int) -> tuple[Tensor, Tensor, Tens
     tokens, pairs, blocks = len(x), topk_ids.numel(), x.shape[1] // fp8.BLOCK
     vectors, scales = quantized_like(x, parts)
     starts, order, places = sorted_like(topk_ids, experts)
-    prepare_kernel[(experts + tokens, triton.cdiv(blocks, BLOCKS_AT_ONCE))](
+    sizes = Sort.of(topk_ids)
+    prepare_kernel[(experts * sizes.SHARES + tokens, triton.cdiv(blocks, BLOCKS_AT_ONCE))](
         *(x, vectors, scales, x.stride(0), tokens, topk_ids, starts, order, places, pairs),
         *(*padding_of(operands.row_lens, operands.q_len), experts),
-        TOPK=topk_ids.shape[1],
-        CHUNK=pairs_at_once(pairs),
+        S=sizes,
         PARTS=parts,
         BLOCKS=blocks,
         AT_ONCE=BLOCKS_AT_ONCE,

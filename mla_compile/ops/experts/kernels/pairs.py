@@ -18,6 +18,7 @@ from mla_compile.ops.experts.operands import ExpertOperands
 
 _MAX_SORTED_AT_ONCE = 4096
 """Pairs per iteration of the sort: eight per thread of 16 warps."""
+_MAX_SHARES = 4
 
 
 class Choices(NamedTuple):
@@ -28,6 +29,20 @@ class Choices(NamedTuple):
     row_lens: Any
     rows: Any
     q_len: Any
+
+
+class Sort(NamedTuple):
+    """Constants of a sort."""
+
+    TOPK: int
+    CHUNK: int  # pairs per iteration
+    SHARES: int  # of an expert's pairs
+
+    @classmethod
+    def of(cls, topk_ids: Tensor) -> "Sort":
+        pairs = topk_ids.numel()
+        chunk = min(_MAX_SORTED_AT_ONCE, power_of_two(pairs))
+        return cls(topk_ids.shape[1], chunk, min(_MAX_SHARES, -(-pairs // chunk)))
 
 
 class Sizes(NamedTuple):
@@ -88,27 +103,31 @@ def _members(choices, expert, wanted, S: tl.constexpr):
 
 
 @triton.jit
-def sort_expert(choices, expert, is_last, starts, order, places, TOPK: tl.constexpr, CHUNK: tl.constexpr):
-    """One expert's part of the results of `sort_pairs`.
+def sort_expert(choices, work, experts, starts, order, places, S: tl.constexpr):
+    """One expert's part of the results of `sort_pairs`, or an equal share of it; S: a `Sort`.
 
-    Each program reads all pairs twice and waits for no other program, so one launch is enough and the order is fixed.
+    Each program reads all pairs and waits for no other program, so one launch is enough and the order is fixed.
     """
     pairs = choices.pairs
-    earlier = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        chosen = _chosen(choices, pair, TOPK)
-        earlier += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
+    expert = work // S.SHARES
+    share = tl.cdiv(tl.cdiv(pairs, S.CHUNK), S.SHARES) * S.CHUNK
+    begin = work % S.SHARES * share
+    earlier = tl.zeros([S.CHUNK], tl.int32)
+    for start in range(0, pairs, S.CHUNK):
+        pair = start + tl.arange(0, S.CHUNK)
+        chosen = _chosen(choices, pair, S.TOPK)
+        is_earlier = (chosen < expert) | ((chosen == expert) & (pair < begin))
+        earlier += ((chosen >= 0) & is_earlier).to(tl.int32)
     end = tl.sum(earlier, 0)
-    tl.store(starts + expert, end)
-    for start in range(0, pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        mine = (_chosen(choices, pair, TOPK) == expert).to(tl.int32)
+    tl.store(starts + expert, end, mask=begin == 0)
+    for start in range(begin, tl.minimum(begin + share, pairs), S.CHUNK):
+        pair = start + tl.arange(0, S.CHUNK)
+        mine = (_chosen(choices, pair, S.TOPK) == expert).to(tl.int32)
         place = end + tl.cumsum(mine, 0) - 1
         tl.store(order + place, pair, mask=mine == 1)
         tl.store(places + pair, place, mask=mine == 1)
         end += tl.sum(mine, 0)
-    tl.store(starts + expert + 1, end, mask=is_last)
+    tl.store(starts + experts, end, mask=work == experts * S.SHARES - 1)
 
 
 @triton.jit(do_not_specialize=["pairs", "rows"])
@@ -121,13 +140,11 @@ def sort_kernel(
     row_lens,
     rows,
     q_len,
-    TOPK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """`sort_expert`; grid `[experts]`."""
+    """`sort_expert`; grid `[experts * S.SHARES]`."""
     choices = Choices(topk_ids, pairs, row_lens, rows, q_len)
-    expert = tl.program_id(0)
-    sort_expert(choices, expert, expert == tl.num_programs(0) - 1, starts, order, places, TOPK, CHUNK)
+    sort_expert(choices, tl.program_id(0), tl.num_programs(0) // S.SHARES, starts, order, places, S)
 
 
 @triton.jit
@@ -258,11 +275,6 @@ def weighted_sum_kernel(
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
 
 
-def pairs_at_once(pairs: int) -> int:
-    """The constant CHUNK of `sort_expert`."""
-    return min(_MAX_SORTED_AT_ONCE, power_of_two(pairs))
-
-
 def sorted_like(topk_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the results of `sort_pairs`."""
     pairs = topk_ids.numel()
@@ -287,9 +299,9 @@ def sort_pairs(
     """
     pairs = topk_ids.numel()
     starts, order, places = sorted_like(topk_ids, experts)
-    padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
-    sort_kernel[(experts,)](
-        topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=pairs_at_once(pairs), num_warps=16
+    sizes = Sort.of(topk_ids)
+    sort_kernel[(experts * sizes.SHARES,)](
+        *(topk_ids, starts, order, places, pairs, *padding_of(row_lens, q_len), sizes), num_warps=16
     )
     return starts, order, places
 
