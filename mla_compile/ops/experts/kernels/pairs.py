@@ -108,26 +108,28 @@ def sort_expert(choices, work, experts, starts, order, places, S: tl.constexpr):
 
     Each program reads all pairs and waits for no other program, so one launch is enough and the order is fixed.
     """
+    CHUNK: tl.constexpr = S.CHUNK
+    SHARES: tl.constexpr = S.SHARES
     pairs = choices.pairs
-    expert = work // S.SHARES
-    share = tl.cdiv(tl.cdiv(pairs, S.CHUNK), S.SHARES) * S.CHUNK
-    begin = work % S.SHARES * share
-    earlier = tl.zeros([S.CHUNK], tl.int32)
-    for start in range(0, pairs, S.CHUNK):
-        pair = start + tl.arange(0, S.CHUNK)
+    expert = work // SHARES
+    share = tl.cdiv(tl.cdiv(pairs, CHUNK), SHARES) * CHUNK
+    begin = work % SHARES * share
+    earlier = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
         chosen = _chosen(choices, pair, S.TOPK)
         is_earlier = (chosen < expert) | ((chosen == expert) & (pair < begin))
         earlier += ((chosen >= 0) & is_earlier).to(tl.int32)
     end = tl.sum(earlier, 0)
     tl.store(starts + expert, end, mask=begin == 0)
-    for start in range(begin, tl.minimum(begin + share, pairs), S.CHUNK):
-        pair = start + tl.arange(0, S.CHUNK)
+    for start in range(begin, tl.minimum(begin + share, pairs), CHUNK):
+        pair = start + tl.arange(0, CHUNK)
         mine = (_chosen(choices, pair, S.TOPK) == expert).to(tl.int32)
         place = end + tl.cumsum(mine, 0) - 1
         tl.store(order + place, pair, mask=mine == 1)
         tl.store(places + pair, place, mask=mine == 1)
         end += tl.sum(mine, 0)
-    tl.store(starts + experts, end, mask=work == experts * S.SHARES - 1)
+    tl.store(starts + experts, end, mask=work == experts * SHARES - 1)
 
 
 @triton.jit(do_not_specialize=["pairs", "rows"])
