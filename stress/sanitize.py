@@ -142,6 +142,7 @@ GROUPS = {
             "moe_fp8.gate_up_fp8_kernel",
             "moe_fp8.down_fp8_kernel",
             "fp8.quantize_kernel",
+            "grouped.grouped_kernel",
         ),
         (
             f"{KERNELS}test_experts_when_few_are_chosen_and_sizes_fill_no_tile[(50, 33)-3-torch.bfloat16]",
@@ -149,6 +150,10 @@ GROUPS = {
             "tests/test_gpu_fp8.py::test_experts_of_tokens_in_fp8[2-1]",
             "tests/test_gpu_fp8.py::test_fp8_products_of_any_sizes[(384, 256, 2)]",
             "tests/test_gpu_fp8.py::test_products_of_tokens_in_fp8[16-128]",
+            *(
+                f"{KERNELS}test_grouped_experts_have_the_bits_of_other_kernels[(512, 384, 2)-{weights}]"
+                for weights in ("plain", "fp8")
+            ),
         ),
     ),
     "router, sampling, sums": Group(
@@ -285,7 +290,7 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
     ),
     ("initcheck", "choose_kernel", "choose_keys.py:43)"): _MASKED.format("tl.where(i < count, ...)"),
     ("initcheck", "list_kernel", "choose_keys.py:131)"): _MASKED.format("i < n"),
-    ("initcheck", "weighted_sum_kernel", "pairs.py:251)"): (
+    ("initcheck", "weighted_sum_kernel", "pairs.py:271)"): (
         "A token of padding has no `places`, and what stands there only makes an address of a load that `there` masks."
     ),
 }

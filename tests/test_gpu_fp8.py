@@ -151,7 +151,13 @@ def test_experts_of_more_numbers_than_int32() -> None:
 def test_experts_at_the_size_of_glm(tokens: int) -> None:
     case = glm_case(tokens)
     assert choose("moe_experts", (*case.all_args(), False)).chosen.name == (
-        "gemv_fp8" if tokens <= 2 else "triton_fp8" if tokens <= 8 else "fp8_products"
+        "gemv_fp8"
+        if tokens <= 2
+        else "triton_fp8"
+        if tokens <= 8
+        else "fp8_products"
+        if tokens <= 100
+        else "grouped_fp8"
     )
     assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "fp8_products_in_order"
     whole = moe_experts_op(*case.all_args(), True)

@@ -449,9 +449,11 @@ def test_captured_experts_of_few_tokens_serve_other_choices_and_padding_at_repla
     assert not out.any()
 
 
-def many_experts(tokens: int, dtype: torch.dtype, *, among: int | None = None, seed: int = 0) -> MoeCase:
-    """8 of 64 experts for a token, and an intermediate size that fills no tile."""
-    size = {"experts": 64, "hidden": 512, "intermediate": 264}
+def many_experts(
+    tokens: int, dtype: torch.dtype, *, intermediate: int = 264, among: int | None = None, seed: int = 0
+) -> MoeCase:
+    """8 of 64 experts for a token, and by default an intermediate size that fills no tile."""
+    size = {"experts": 64, "hidden": 512, "intermediate": intermediate}
     return moe_case(tokens, 8, **size, among=among, dtype=dtype, device="cuda", seed=seed)
 
 
@@ -462,22 +464,25 @@ def test_opcheck_of_many_experts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype"),
+    ("tokens", "dtype", "intermediate"),
     [
         *(
-            (tokens, torch.bfloat16) for tokens in (64, 65, 400, 672, 1500)
+            (tokens, torch.bfloat16, 264) for tokens in (64, 65, 400, 672, 1500)
         ),  # 64: the most that are not sorted
-        (200, torch.float16),
-        (200, torch.float32),
+        (600, torch.bfloat16, 256),
+        (200, torch.float16, 264),
+        (200, torch.float32, 264),
     ],
     ids=str,
 )
 def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
-    tokens: int, dtype: torch.dtype
+    tokens: int, dtype: torch.dtype, intermediate: int
 ) -> None:
-    case, padded = many_experts(tokens, dtype), many_experts(tokens, dtype)
+    draw = partial(many_experts, tokens, dtype, intermediate=intermediate)
+    case, padded = draw(), draw()
     row_lens, q_len, _ = padding(padded, 4, [4] * 8)
-    assert choose("moe_experts", (*case.args(), None, 1, False)).chosen.name in ("triton", "rounded")
+    chosen = choose("moe_experts", (*case.args(), None, 1, False)).chosen.name
+    assert chosen in ("triton", "rounded", "grouped")
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return moe_experts_op(*case.args()), moe_experts_op(*padded.args(), row_lens, q_len)
@@ -488,7 +493,7 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
     with torch.cuda.graph(graph):
         out, padded_out = run()
     for seed, (among, lens) in enumerate([(None, [4] * 8), (5, [4, 0, 1, 3, 0, 2, 4, 4]), (1, [0] * 8)]):
-        drawn = many_experts(tokens, dtype, among=among, seed=seed)
+        drawn = draw(among=among, seed=seed)
         for target in (case, padded):
             for name in ("x", "topk_weights", "topk_ids"):
                 getattr(target, name).copy_(getattr(drawn, name))
@@ -497,6 +502,30 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
         graph.replay()
         check_moe(case, out)
         check_padded_moe(padded, padded_out, runs)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("sizes", [(256, 128, 0), (512, 384, 2), (2048, 1536, 1)], ids=str)
+def test_grouped_experts_have_the_bits_of_other_kernels(sizes: tuple[int, int, int], fp8: bool) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    from mla_compile.ops.experts.kernels.grouped import moe_grouped
+    from mla_compile.ops.experts.kernels.moe import moe_rounded
+    from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8
+
+    hidden, intermediate, shared = sizes
+    other = moe_fp8 if fp8 else moe_rounded
+    size = {"experts": 24, "hidden": hidden, "intermediate": intermediate, "shared": shared}
+    for tokens, among in ((70, 1), (130, 24), (300, 3), (3000, 24)):
+        case = moe_case(tokens, 4, **size, among=among, dtype=torch.bfloat16, device="cuda", fp8=fp8)
+        got = moe_grouped(case.operands())
+        check_moe(case, got)
+        assert torch.equal(got, other(case.operands()))
+        wide = torch.cat([case.x, case.x], 1)[:, :hidden]
+        assert torch.equal(moe_grouped(case.operands()._replace(x=wide)), got)
+        row_lens, q_len, runs = padding(case, 4, [4, 0, 3, 1])
+        padded = moe_grouped(case.operands(row_lens, q_len))
+        assert torch.equal(padded[runs], got[runs]) and not padded[~runs].any()
 
 
 def test_the_plans_know_the_device() -> None:

@@ -68,6 +68,32 @@ _FP8_PRODUCTS = replace(
         "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
     },
 )
+_ROUNDED = replace(
+    _TRITON,
+    name="rounded",
+    description="many tokens: each expert's results are rounded to the dtype",
+    function="mla_compile.ops.experts.kernels.moe:moe_rounded",
+    constraints={
+        **_TRITON.constraints,
+        "dtype": (torch.bfloat16,),
+        "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
+        "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
+    },
+    batch_invariant=False,
+)
+_GROUPED = replace(
+    _ROUNDED,
+    name="grouped",
+    description="the bits of rounded on Hopper: loading and multiplying warps",
+    function="mla_compile.ops.experts.kernels.grouped:moe_grouped",
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    constraints={
+        **_ROUNDED.constraints,
+        "hidden": range(2 * fp8.BLOCK, 2**31, 2 * fp8.BLOCK),
+        "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+    },
+)
 _ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
 _GEMV = replace(
     _TRITON,
@@ -110,20 +136,15 @@ MOE_EXPERTS = (
             "fp8_activations": (True,),
         },
     ),
-    _FP8_PRODUCTS,
     replace(
-        _TRITON,
-        name="rounded",
-        description="many tokens: each expert's results are rounded to the dtype",
-        function="mla_compile.ops.experts.kernels.moe:moe_rounded",
-        constraints={
-            **_TRITON.constraints,
-            "dtype": (torch.bfloat16,),
-            "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
-            "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
-        },
-        batch_invariant=False,
+        _GROUPED,
+        name="grouped_fp8",
+        description="the bits of fp8_products: loading and multiplying warps",
+        constraints={**_GROUPED.constraints, "weights": ("FP8",)},
     ),
+    _FP8_PRODUCTS,
+    _GROUPED,
+    _ROUNDED,
     _TRITON,
     _TRITON_FP8,
     replace(

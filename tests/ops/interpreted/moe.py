@@ -176,7 +176,9 @@ def test_padding_gets_no_expert(experts: int, q_len: int, lens: list[int]) -> No
 def test_pairs_are_sorted_as_a_stable_sort_does(data: st.DataObject) -> None:
     experts = data.draw(st.sampled_from([1, 2, 7, 16, 17, 100]))
     case = moe_case(
-        data.draw(st.integers(1, 2600)),  # pairs up to five times what a program sorts at a time, and four shares
+        data.draw(
+            st.integers(1, 2600)
+        ),  # pairs up to five times what a program sorts at a time, and four shares
         data.draw(st.integers(1, 8)),
         experts=experts,
         among=data.draw(st.integers(1, experts)),

@@ -275,7 +275,7 @@ def prepared(operands: ExpertOperands, parts: int) -> tuple[Tensor, Tensor, Tens
         BLOCKS=blocks,
         AT_ONCE=BLOCKS_AT_ONCE,
         **early_options(x),
-        num_warps=16 if pairs > 1024 else 4,
+        num_warps=4,
     )
     return vectors, scales, starts, order, places
 

@@ -16,9 +16,10 @@ from mla_compile.ops.device import power_of_two
 from mla_compile.ops.experts.kernels.experts import padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
 
-_MAX_SORTED_AT_ONCE = 4096
-"""Pairs per iteration of the sort: eight per thread of 16 warps."""
+_MAX_SORTED_AT_ONCE = 1024
+"""Pairs per iteration of the sort: eight per thread of four warps."""
 _MAX_SHARES = 4
+"""Programs that sort one expert's pairs. On an H200 eight were slower: each reads all pairs."""
 
 
 class Choices(NamedTuple):
@@ -303,7 +304,7 @@ def sort_pairs(
     starts, order, places = sorted_like(topk_ids, experts)
     sizes = Sort.of(topk_ids)
     sort_kernel[(experts * sizes.SHARES,)](
-        *(topk_ids, starts, order, places, pairs, *padding_of(row_lens, q_len), sizes), num_warps=16
+        *(topk_ids, starts, order, places, pairs, *padding_of(row_lens, q_len), sizes), num_warps=4
     )
     return starts, order, places
 

@@ -1,0 +1,75 @@
+"""The grouped expert kernel without a GPU: its choice, its compiled code. Results: `tests/test_gpu_kernels.py`."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_compile.ops.library import choose
+from tests.kernel_cases import moe_case
+from tests.ops.test_choice import fake, on
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "tokens", "sizes", "plain", "fp8"),
+    [
+        ((9, 0), torch.bfloat16, 300, (256, 128), "grouped", "grouped_fp8"),
+        ((9, 0), torch.bfloat16, 200, (256, 128), "triton", "fp8_products"),
+        ((9, 0), torch.bfloat16, 300, (384, 128), "rounded", "fp8_products"),
+        ((9, 0), torch.bfloat16, 300, (256, 64), "rounded", "triton_fp8"),
+        ((9, 0), torch.float16, 300, (256, 128), "triton", "triton_fp8"),
+        ((10, 0), torch.bfloat16, 300, (256, 128), "rounded", "triton_fp8"),
+    ],
+    ids=str,
+)
+def test_it_serves_many_tokens_of_whole_tiles_on_hopper(
+    machine: Any,
+    dtype: torch.dtype,
+    tokens: int,
+    sizes: tuple[int, int],
+    plain: str,
+    fp8: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on(machine, monkeypatch)
+    hidden, intermediate = sizes
+    for is_fp8, expected in ((False, plain), (True, fp8)):
+        case = moe_case(tokens, 2, hidden=hidden, intermediate=intermediate, dtype=dtype, fp8=is_fp8)
+        assert choose("moe_experts", fake((*case.all_args(), False), machine)).chosen.name == expected
+        exact = choose("moe_experts", fake((*case.all_args(), True), machine)).chosen.name
+        assert not exact.startswith("grouped")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_it_fits_hopper(fp8: bool, shared: int) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.experts.kernels.grouped import moe_grouped
+    from tests.triton_compile import compiled_for
+
+    size = {"experts": 8, "hidden": 512, "intermediate": 256, "shared": shared}
+    case = moe_case(300, 1, **size, dtype=torch.bfloat16, fp8=fp8)
+    with compiled_for(90) as kernels:
+        moe_grouped(case.operands())
+    before = "prepare_kernel" if fp8 else "sort_kernel"
+    assert [kernel.name for kernel in kernels] == [before, *["grouped_kernel"] * 2, "weighted_sum_kernel"]
+    for kernel in kernels[1:3]:
+        assert kernel.shared_memory <= 227 * 1024
+        assert kernel.spilled_bytes <= (80 if fp8 else 0)  # addresses of the loading warps
+        assert ("m64n128k32" if fp8 else "m64n256k16") in kernel.text
+
+
+def test_weights_that_bulk_copies_cannot_reach_are_multiplied_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.experts.kernels import grouped
+
+    for name in ("moe_fp8", "moe_rounded"):
+        monkeypatch.setattr(grouped, name, lambda operands, name=name: name)
+    for fp8, expected in ((False, "moe_rounded"), (True, "moe_fp8")):
+        case = moe_case(300, 2, hidden=256, intermediate=128, shared=1, dtype=torch.bfloat16, fp8=fp8)
+        memory = case.w_down.new_empty(case.w_down.numel() + 1)
+        case.w_down = memory[1:].view_as(case.w_down)
+        assert grouped.moe_grouped(case.operands()) == expected
