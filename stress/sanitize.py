@@ -138,7 +138,7 @@ GROUPS = {
             "pairs.weighted_sum_kernel",
             "moe_gemv.gate_up_kernel",
             "moe_gemv.down_kernel",
-            "moe_fp8.prepare_kernel",
+            "prepare.prepare_kernel",
             "moe_fp8.gate_up_fp8_kernel",
             "moe_fp8.down_fp8_kernel",
             "fp8.quantize_kernel",

@@ -378,7 +378,7 @@ def test_a_captured_masked_decode_serves_other_masks_at_replay(masked: str, dtyp
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 32, 100, 128])
 def test_experts_at_the_size_of_glm(tokens: int, dtype: torch.dtype) -> None:
     case = moe_case(tokens, 4, experts=64, hidden=2048, intermediate=1536, dtype=dtype, device="cuda")
-    name = choose("moe_experts", (*case.args(), None, 1, False)).chosen.name
+    name = choose("moe_experts", (*case.all_args(), False)).chosen.name
     assert name == ("gemv" if tokens <= 2 and dtype != torch.float32 else "triton")
     check_moe(case, moe_experts(*case.args()))
 
@@ -481,7 +481,7 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
     draw = partial(many_experts, tokens, dtype, intermediate=intermediate)
     case, padded = draw(), draw()
     row_lens, q_len, _ = padding(padded, 4, [4] * 8)
-    chosen = choose("moe_experts", (*case.args(), None, 1, False)).chosen.name
+    chosen = choose("moe_experts", (*case.all_args(), False)).chosen.name
     assert chosen in ("triton", "rounded", "grouped")
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -1046,7 +1046,7 @@ def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.Monk
 
 
 def experts_in_any_batch(case: MoeCase) -> torch.Tensor:
-    assert is_triton("moe_experts", *case.args(), None, 1, True)
+    assert is_triton("moe_experts", *case.all_args(), True)
     return moe_experts_op(*case.args(), batch_invariant=True)
 
 

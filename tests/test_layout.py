@@ -31,7 +31,7 @@ LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 
 OPS_LEVELS = [
-    {"device", "dtypes", "ordering", "paging", "adjacent", "dispatch"},
+    {"device", "dtypes", "ordering", "paging", "adjacent", "dispatch", "gluon"},
     {"batch_invariant", "dependent_launch", "validate"},
     {"library"},
     {"materialize", "reductions", "collectives"},

@@ -104,5 +104,5 @@ def test_which_kernel_serves_a_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on(machine, monkeypatch)
-    args = (*moe_case(tokens, 2, dtype=dtype).args(), None, 1, asked)
+    args = (*moe_case(tokens, 2, dtype=dtype).all_args(), asked)
     assert choose("moe_experts", fake(args, machine)).chosen.name == expected

@@ -60,16 +60,13 @@ def test_it_fits_hopper(fp8: bool, shared: int) -> None:
         assert ("m64n128k32" if fp8 else "m64n256k16") in kernel.text
 
 
-def test_weights_that_bulk_copies_cannot_reach_are_multiplied_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("triton")
-    from mla_compile.ops.experts.kernels import grouped
-
-    for name in ("moe_fp8", "moe_rounded"):
-        monkeypatch.setattr(grouped, name, lambda operands, name=name: name)
-    for fp8, expected in ((False, "moe_rounded"), (True, "moe_fp8")):
+def test_bulk_copies_need_weights_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    on((9, 0), monkeypatch)
+    for fp8, expected in ((False, "rounded"), (True, "fp8_products")):
         case = moe_case(300, 2, hidden=256, intermediate=128, shared=1, dtype=torch.bfloat16, fp8=fp8)
-        memory = case.w_down.new_empty(case.w_down.numel() + 1)
-        case.w_down = memory[1:].view_as(case.w_down)
-        assert grouped.moe_grouped(case.operands()) == expected
+        operands = case.operands()
+        for name in ("w_gate_up", "w_down", "shared_up"):
+            weight = getattr(operands, name)
+            odd = weight.new_empty(weight.numel() + 1)[1:].view_as(weight)
+            args = (*operands._replace(**{name: odd}), False)
+            assert choose("moe_experts", fake(args, (9, 0))).chosen.name == expected

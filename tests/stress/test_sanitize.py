@@ -68,7 +68,8 @@ def test_reports_of_the_package_are_counted_once_for_each_place() -> None:
 
 
 def test_a_kernel_counts_where_one_of_its_tests_passes() -> None:
-    report = "Uninitialized __global__ memory read of size 4 bytes (pairs.py:251)"
+    (line,) = (line for _, kernel, line in EXPLAINED if kernel == "weighted_sum_kernel")
+    report = f"Uninitialized __global__ memory read of size 4 bytes ({line}"
     reports = Counter({("split_kernel", "Invalid"): 2, ("weighted_sum_kernel", report): 1})
     rows = [
         Result("a", "initcheck", "passed", 3, {"decode.split_kernel"}, reports),

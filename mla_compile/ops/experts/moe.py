@@ -92,6 +92,7 @@ _GROUPED = replace(
         **_ROUNDED.constraints,
         "hidden": range(2 * fp8.BLOCK, 2**31, 2 * fp8.BLOCK),
         "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
+        "weights begin at multiples of 16 bytes": (True,),  # as bulk copies require
     },
 )
 _ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
@@ -166,9 +167,20 @@ MOE_EXPERTS = (
 )
 
 
-@define_op(
-    table=MOE_EXPERTS,
-    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down, shared_gate=None, fp8_activations=False: {
+def _facts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    fp8_activations: bool = False,
+) -> dict[str, object]:
+    """What the candidates' constraints are about."""
+    weights = w_gate_up, w_down, shared_gate, shared_up, shared_down
+    return {
         "dtype": x.dtype,
         "tokens": x.shape[0],
         "(token, expert) pairs": topk_ids.numel(),
@@ -179,8 +191,16 @@ MOE_EXPERTS = (
         "weights": _kind_of_weights(w_down, shared_gate),
         "hidden": x.shape[1],
         "intermediate": w_down.shape[2],
+        "weights begin at multiples of 16 bytes": not any(
+            w is not None and w.storage_offset() * w.element_size() % 16 for w in weights
+        ),
         "fp8_activations": fp8_activations,
-    },
+    }
+
+
+@define_op(
+    table=MOE_EXPERTS,
+    facts=_facts,
     name="moe_experts",
 )
 def _experts(operands: ExpertOperands, batch_invariant: bool = False) -> Tensor:

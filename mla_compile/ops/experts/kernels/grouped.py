@@ -23,14 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_compile.ops.attention.kernels.gluon.split import barrier
 from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
 from mla_compile.ops.device import aligned_rows, device_of, power_of_two
 from mla_compile.ops.experts.kernels.experts import Down, GateUp
-from mla_compile.ops.experts.kernels.moe import moe_rounded
-from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8, prepared
 from mla_compile.ops.experts.kernels.pairs import sort_pairs, weighted_sum
+from mla_compile.ops.experts.kernels.prepare import prepared
 from mla_compile.ops.experts.operands import ExpertOperands
+from mla_compile.ops.gluon import barrier
 from mla_compile.ops.linear import fp8
 
 TOKENS = gl.constexpr(128)
@@ -59,8 +58,8 @@ class Sizes(NamedTuple):
 class Call(NamedTuple):
     """Arguments of a launch."""
 
-    x: Any  # [rows, K], strides (x_stride, 1); FP8: vectors of `moe_fp8.Tokens`, contiguous
-    x_scales: Any  # of `moe_fp8.Tokens`, this and all other scales: None if not FP8
+    x: Any  # [rows, K], strides (x_stride, 1); FP8: vectors of `Tokens`, contiguous
+    x_scales: Any  # of `Tokens`, this and all other scales: None if not FP8
     x_rows: Any  # of each vector
     x_stride: Any
     scale: Any  # of the weights: `GateUp.both` or `Down.scale`
@@ -420,19 +419,12 @@ def _boxes(weight: Tensor | None, sizes: Sizes) -> TensorDescriptor | None:
 
 
 def moe_grouped(operands: ExpertOperands) -> Tensor:
-    """`moe_experts_op` of bfloat16 tokens; hidden a multiple of 256, intermediate of 128.
-
-    Bulk copies need weights at addresses that are multiples of 16; others are multiplied by the kernels of `moe.py` or
-    `moe_fp8.py`.
-    """
+    """`moe_experts_op` of bfloat16 tokens; hidden a multiple of 256, intermediate of 128."""
     x, topk_ids, shared = operands.x, operands.topk_ids.contiguous(), operands.num_shared
     (tokens, hidden), (experts, _, intermediate) = x.shape, operands.w_down.shape
     is_fp8 = operands.gate_up_scale is not None
     gate_up, gate_up_scales = GateUp.of(operands)
     down = Down.of(operands)
-    weights = *gate_up, down.down, down.shared_down
-    if any(weight is not None and weight.data_ptr() % 16 for weight in weights):
-        return (moe_fp8 if is_fp8 else moe_rounded)(operands)
     pairs, programs = topk_ids.numel(), device_of(x).multiprocessors
     results = pairs + shared * tokens
     block_e = max(32, power_of_two(experts))

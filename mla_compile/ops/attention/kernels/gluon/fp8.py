@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from mla_compile import latents
-from mla_compile.ops.attention.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of
+from mla_compile.ops.attention.kernels.gluon.split import RANK, ROPE, TILE, piece_of
+from mla_compile.ops.gluon import barrier
 
 HALF_WORDS = gl.constexpr(RANK.value // 8)
 """Words of half of a token's values."""

@@ -23,7 +23,6 @@ from mla_compile.ops.attention.kernels.gluon.split import (
     ROPE,
     TILE,
     Call,
-    barrier,
     bounds_of,
     piece_of,
     plan,
@@ -31,6 +30,7 @@ from mla_compile.ops.attention.kernels.gluon.split import (
     store_piece,
 )
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
+from mla_compile.ops.gluon import barrier
 
 MAX_ROWS = 32
 """The most queries of a unit."""

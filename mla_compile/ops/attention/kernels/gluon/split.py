@@ -31,8 +31,6 @@ TILE = gl.constexpr(64)
 """The keys of a matrix instruction."""
 _UNIT = gl.constexpr(SPLIT_UNIT)
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its names from Triton 3.7 on, and before
-
 
 class Inputs(NamedTuple):
     """The inputs of a kernel."""

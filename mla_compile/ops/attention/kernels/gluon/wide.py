@@ -28,7 +28,6 @@ from mla_compile.ops.attention.kernels.gluon.split import (
     ROPE,
     TILE,
     Call,
-    barrier,
     bounds_of,
     piece_of,
     plan,
@@ -36,6 +35,7 @@ from mla_compile.ops.attention.kernels.gluon.split import (
     store_piece,
 )
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
+from mla_compile.ops.gluon import barrier
 
 ROWS = gl.constexpr(64)
 """Queries of a unit."""
