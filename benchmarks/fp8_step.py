@@ -45,7 +45,12 @@ def models(
 
 
 def engine_of(
-    model: MLAForCausalLM, max_rows: int, exact: bool, drafts: int = 0, head: Path | None = None
+    model: MLAForCausalLM,
+    max_rows: int,
+    exact: bool,
+    drafts: int = 0,
+    head: Path | None = None,
+    tokens_per_step: int | None = None,
 ) -> Engine:
     """head: the directory of an EAGLE-3 head, which drafts; None: the MTP layer does."""
     return Engine(
@@ -54,6 +59,7 @@ def engine_of(
         drafter_model=head,
         max_rows=max_rows,
         max_model_len=CONTEXT + NEW_TOKENS + 8,
+        max_tokens_per_step=tokens_per_step,
         page_size=PAGE_SIZE,
         batch_invariant=exact,
         prefix_caching=False,

@@ -139,7 +139,7 @@ class OurEngine:
                 fp8_activations=job.weights == FP8_ACTIVATIONS,
             )
         if "prompts" in job.parts:
-            self._engine.warm_up()
+            self._engine.warm_up(sampling=SamplingParams(temperature=0))
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> Iterator[list[list[int]]]:
         """As `VllmEngine.run`."""
