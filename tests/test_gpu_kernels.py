@@ -505,18 +505,20 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
-@pytest.mark.parametrize("sizes", [(256, 128, 0), (512, 384, 2), (2048, 1536, 1)], ids=str)
-def test_grouped_experts_have_the_bits_of_other_kernels(sizes: tuple[int, int, int], fp8: bool) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(24, 256, 128, 0), (24, 512, 384, 2), (160, 256, 128, 1), (24, 2048, 1536, 1)], ids=str
+)
+def test_grouped_experts_have_the_bits_of_other_kernels(sizes: tuple[int, int, int, int], fp8: bool) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
     from mla_compile.ops.experts.kernels.grouped import moe_grouped
     from mla_compile.ops.experts.kernels.moe import moe_rounded
     from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8
 
-    hidden, intermediate, shared = sizes
+    experts, hidden, intermediate, shared = sizes
     other = moe_fp8 if fp8 else moe_rounded
-    size = {"experts": 24, "hidden": hidden, "intermediate": intermediate, "shared": shared}
-    for tokens, among in ((70, 1), (130, 24), (300, 3), (3000, 24)):
+    size = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "shared": shared}
+    for tokens, among in ((70, 1), (130, experts), (300, 3), (3000, experts)):
         case = moe_case(tokens, 4, **size, among=among, dtype=torch.bfloat16, device="cuda", fp8=fp8)
         got = moe_grouped(case.operands())
         check_moe(case, got)

@@ -31,17 +31,17 @@ from mla_compile.ops.experts.kernels.prepare import prepared
 from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.gluon import barrier
 from mla_compile.ops.linear import fp8
+from mla_compile.ops.linear.kernels.fp8 import BLOCK, quantized
 
 TOKENS = gl.constexpr(128)
 """Tokens of a tile."""
 COLUMNS = gl.constexpr(128)
 """Columns of each of its two products."""
-BLOCK = gl.constexpr(fp8.BLOCK)
 _REGISTERS = gl.constexpr(224)
-"""Of each thread that multiplies; the remaining 56 suffice for loading."""
+"""Of each thread that multiplies; 56 remain for loading."""
 
 
-class Sizes(NamedTuple):
+class Constants(NamedTuple):
     """Constants of a launch."""
 
     K: int
@@ -55,12 +55,12 @@ class Sizes(NamedTuple):
     STAGES: int  # buffers
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """Arguments of a launch."""
 
     x: Any  # [rows, K], strides (x_stride, 1); FP8: vectors of `Tokens`, contiguous
     x_scales: Any  # of `Tokens`, this and all other scales: None if not FP8
-    x_rows: Any  # of each vector
+    x_rows: Any  # of each vector if FP8
     x_stride: Any
     scale: Any  # of the weights: `GateUp.both` or `Down.scale`
     shared_scale: Any
@@ -81,6 +81,14 @@ class Buffers(NamedTuple):
     w: Any  # [STAGES, 2 * COLUMNS, DEPTH]: the columns of gate, then of up, or all of down
     loaded: Any
     used: Any
+
+
+class Work(NamedTuple):
+    """All tiles of a launch; those of shared experts come first."""
+
+    last: Any  # [BLOCK_E]: of each routed expert the number of its last tile + 1, counted from the first routed one
+    shared: Any  # tiles of shared experts
+    tiles: Any
 
 
 class Tile(NamedTuple):
@@ -104,26 +112,24 @@ def _column_tiles(S: gl.constexpr):
 
 
 @gluon.jit
-def _ranges(call, S: gl.constexpr):
-    """Of each expert its first and last position in `order` and its last tile; the tiles of shared experts, and all."""
+def _work(call, S: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([S.BLOCK_E // 32], [32], [4], [0])
     expert = gl.arange(0, S.BLOCK_E, layout=layout)
     begin = gl.load(call.starts + expert, mask=expert < call.experts, other=0)
     end = gl.load(call.starts + expert + 1, mask=expert < call.experts, other=0)
     last = gl.associative_scan((end - begin + TOKENS - 1) // TOKENS * _column_tiles(S), 0, _plus)
     shared = S.SHARED * ((call.tokens + TOKENS - 1) // TOKENS) * _column_tiles(S)
-    return expert, begin, end, last, shared, shared + gl.max(last, 0)
+    return Work(last, shared, shared + gl.max(last, 0))
 
 
 @gluon.jit
-def _tile(call, S: gl.constexpr, ranges, number):
-    """Tiles of shared experts come first. Tiles of the same columns are consecutive: one read of the weights."""
-    of_expert, begins, ends, last, shared, _ = ranges
-    nth = number - shared
-    expert = gl.sum((last <= nth).to(gl.int32), 0)
-    nth -= gl.max(gl.where(last <= nth, last, 0), 0)
-    begin = gl.sum(gl.where(of_expert == expert, begins, 0), 0)
-    end = gl.sum(gl.where(of_expert == expert, ends, 0), 0)
+def _tile(call, S: gl.constexpr, work, number):
+    """Tiles of the same columns are consecutive: one read of the weights."""
+    nth = number - work.shared
+    expert = gl.sum((work.last <= nth).to(gl.int32), 0)
+    nth -= gl.max(gl.where(work.last <= nth, work.last, 0), 0)
+    begin = gl.load(call.starts + expert)
+    end = gl.load(call.starts + expert + 1)
     tiles = gl.maximum((end - begin + TOKENS - 1) // TOKENS, 1)
     column = nth // tiles
     begin += nth % tiles * TOKENS
@@ -132,7 +138,7 @@ def _tile(call, S: gl.constexpr, ranges, number):
     if S.SHARED > 0:
         each = (call.tokens + TOKENS - 1) // TOKENS
         which = number // (each * _column_tiles(S))
-        is_shared = number < shared
+        is_shared = number < work.shared
         expert = gl.where(is_shared, -1 - which, expert)
         column = gl.where(is_shared, number // each % _column_tiles(S), column)
         begin = gl.where(is_shared, number % each * TOKENS, begin)
@@ -174,12 +180,12 @@ def _load(call, S: gl.constexpr, weights, buffers):
     layout: gl.constexpr = gl.BlockedLayout([1, 16 if S.FP8 else 8], [4, 8], [4, 1], [1, 0])
     k = gl.arange(0, S.DEPTH, layout=gl.SliceLayout(0, layout))
     i = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-    ranges = _ranges(call, S)
+    work = _work(call, S)
     number = gl.program_id(0)
     stage = 0
     phase = 1
-    while number < ranges[5]:
-        tile = _tile(call, S, ranges, number)
+    while number < work.tiles:
+        tile = _tile(call, S, work, number)
         row, inside = _matrix_rows(call, S, tile, i)
         at = call.x + (row.to(gl.int64) * call.x_stride)[:, None] + k[None, :]
         shared = -1 - tile.expert
@@ -309,18 +315,13 @@ def _products(S: gl.constexpr, buffers, stage, phase, GROUP: gl.constexpr):
 
 @gluon.jit
 def _store_activated(call, S: gl.constexpr, gate, up, at, row, column, inside):
-    """Store `silu(gate) * up`; FP8: as `quantized` of `linear/kernels/fp8.py` has it in two parts."""
+    """Store `silu(gate) * up`, quantised if FP8."""
     result = gate / (1.0 + gl.exp(-gate)) * up
     if S.FP8:
         results = (call.pairs + S.SHARED * call.tokens).to(gl.int64)
-        largest = gl.max(gl.abs(result), 1)
-        exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 8) - 7
-        scale = (exponent << 23).to(gl.float32, bitcast=True)
-        scaled = result * ((254 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-        bits = scaled.to(gl.int32, bitcast=True)
-        large = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(gl.float32, bitcast=True)
-        gl.store(at, large.to(gl.float8e4nv), mask=inside[:, None])
-        gl.store(at + results * S.WIDTH, (scaled - large).to(gl.float8e4nv), mask=inside[:, None])
+        large, small, scale = quantized(result, 2, gl.float8e4nv)
+        gl.store(at, large, mask=inside[:, None])
+        gl.store(at + results * S.WIDTH, small, mask=inside[:, None])
         gl.store(call.out_scales + column * results + row, scale, mask=inside)
     else:
         gl.store(at, result.to(gl.bfloat16), mask=inside[:, None])
@@ -332,12 +333,12 @@ def _multiply(call, S: gl.constexpr, buffers, GROUP: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 if S.FP8 else 16])
     i = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    ranges = _ranges(call, S)
+    work = _work(call, S)
     number = gl.program_id(0)
     stage = 0
     phase = 0
-    while number < ranges[5]:
-        tile = _tile(call, S, ranges, number)
+    while number < work.tiles:
+        tile = _tile(call, S, work, number)
         if S.FP8:
             row, inside = _matrix_rows(call, S, tile, i)
             first, second, stage, phase = _products_fp8(
@@ -363,7 +364,7 @@ def grouped_kernel(
     w,  # boxes of the weights `[matrix rows, K]`: of all experts
     shared_w,  # of shared experts: gate, or down; None if there is none
     shared_w_2,  # up; None for down
-    x,  # this and the others: `Call`
+    x,  # this and the others: `Arguments`
     x_scales,
     x_rows,
     x_stride,
@@ -379,12 +380,15 @@ def grouped_kernel(
     experts,
     S: gl.constexpr,
     EARLY: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """`silu(gate) * up` or the down projection of all tiles; a program for each multiprocessor."""
+    gl.static_assert(COLUMNS == BLOCK)
+    gl.static_assert(S.DEPTH == BLOCK or not S.FP8)
+    gl.static_assert(S.K % S.DEPTH == 0)
+    gl.static_assert(S.WIDTH % (COLUMNS if S.GATE_UP else 2 * COLUMNS) == 0)
     wait_for_kernel_before(EARLY)
     of_inputs = x, x_scales, x_rows, x_stride, scale, shared_scale, shared_scale_2
-    call = Call(*of_inputs, out, out_scales, order, starts, tokens, pairs, experts)
+    call = Arguments(*of_inputs, out, out_scales, order, starts, tokens, pairs, experts)
     DTYPE: gl.constexpr = gl.float8e4nv if S.FP8 else gl.bfloat16
     PARTS: gl.constexpr = 2 if S.FP8 else 1
     STAGES: gl.constexpr = S.STAGES
@@ -410,7 +414,7 @@ def grouped_kernel(
     )
 
 
-def _boxes(weight: Tensor | None, sizes: Sizes) -> TensorDescriptor | None:
+def _boxes(weight: Tensor | None, sizes: Constants) -> TensorDescriptor | None:
     """A descriptor of a weight `[..., matrix rows, k]`, for bulk copies of a product's columns."""
     if weight is None:
         return None
@@ -430,8 +434,8 @@ def moe_grouped(operands: ExpertOperands) -> Tensor:
     block_e = max(32, power_of_two(experts))
     depth, stages = (128, 3) if is_fp8 else (64, 4)
     common = topk_ids.shape[1], shared, block_e
-    of_gate_up = Sizes(hidden, intermediate, *common, True, is_fp8, depth, stages)
-    of_down = Sizes(intermediate, hidden, *common, False, is_fp8, depth, stages)
+    of_gate_up = Constants(hidden, intermediate, *common, True, is_fp8, depth, stages)
+    of_down = Constants(intermediate, hidden, *common, False, is_fp8, depth, stages)
 
     scales = activated_scales = None
     if is_fp8:

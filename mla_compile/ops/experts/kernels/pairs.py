@@ -18,8 +18,8 @@ from mla_compile.ops.experts.operands import ExpertOperands
 
 _MAX_SORTED_AT_ONCE = 1024
 """Pairs per iteration of the sort: eight per thread of four warps."""
-_MAX_SHARES = 4
-"""Programs that sort one expert's pairs. On an H200 eight were slower: each reads all pairs."""
+_SHARES = 4
+"""Programs that sort one expert's pairs if these are many. On an H200 eight were slower: each reads all pairs."""
 
 
 class Choices(NamedTuple):
@@ -37,13 +37,13 @@ class Sort(NamedTuple):
 
     TOPK: int
     CHUNK: int  # pairs per iteration
-    SHARES: int  # of an expert's pairs
+    SHARES: int  # programs that sort one expert's pairs
 
     @classmethod
     def of(cls, topk_ids: Tensor) -> "Sort":
         pairs = topk_ids.numel()
         chunk = min(_MAX_SORTED_AT_ONCE, power_of_two(pairs))
-        return cls(topk_ids.shape[1], chunk, min(_MAX_SHARES, -(-pairs // chunk)))
+        return cls(topk_ids.shape[1], chunk, _SHARES if chunk == _MAX_SORTED_AT_ONCE else 1)
 
 
 class Sizes(NamedTuple):
@@ -105,7 +105,7 @@ def _members(choices, expert, wanted, S: tl.constexpr):
 
 @triton.jit
 def sort_expert(choices, work, experts, starts, order, places, S: tl.constexpr):
-    """One expert's part of the results of `sort_pairs`, or an equal share of it; S: a `Sort`.
+    """A share of one expert's part of the results of `sort_pairs`; work: `expert * SHARES + share`, S: a `Sort`.
 
     Each program reads all pairs and waits for no other program, so one launch is enough and the order is fixed.
     """
