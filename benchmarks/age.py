@@ -4,7 +4,7 @@
 
 A line for each file of benchmarks/results, the oldest first: the commit that its oldest row measured, its date, and the
 number of commits since then in the part of the package that it times. Results of whole models and engines count all of
-it.
+it. Rows of vLLM and of stock transformers do not count: no commit of this package changes them.
 """
 
 import json
@@ -25,6 +25,8 @@ CODE = {
     "families": ("mla_compile/models", "mla_compile/integrations"),
 }
 """What a result times, where that is not the whole package."""
+OTHERS = {"system": ("vllm",), "variant": ("stock_dynamic", "stock_static_inductor")}
+"""Rows that time other software, by the field that says so."""
 
 
 def git(*arguments: str) -> str:
@@ -38,7 +40,12 @@ def ages() -> list[tuple[int, str, str, str]]:
     found = []
     for path in RESULTS.glob("*.json"):
         code = CODE.get(path.stem, ("mla_compile",))
-        commits = {row["commit"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        commits = {
+            row["commit"]
+            for row in rows
+            if "stock" not in row and not any(row.get(field) in names for field, names in OTHERS.items())
+        }
         since, oldest = max(
             (int(git("rev-list", "--count", f"{one}..HEAD", "--", *code)), one) for one in commits
         )

@@ -51,10 +51,14 @@ def test_the_age_of_a_result_counts_commits_of_the_code_that_it_measures(
         age.git("commit", "-qm", "x")
         return age.git("rev-parse", "--short", "HEAD")
 
-    def measured(name: str, *commits: str) -> None:
+    def measured(name: str, *commits: str, others: str = "") -> None:
         path = age.RESULTS / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"rows": [{"commit": one} for one in commits]}))
+        of_others = {"system": "vllm"}, {"variant": "stock_dynamic"}, {"stock": "static"}
+        rows = [{"commit": one} for one in commits] + [
+            row | {"commit": others} for row in of_others if others
+        ]
+        path.write_text(json.dumps({"rows": rows}))
 
     age.git("init", "-q")
     first = commit("mla_compile/engine/a.py")
@@ -62,7 +66,7 @@ def test_the_age_of_a_result_counts_commits_of_the_code_that_it_measures(
     third = commit("mla_compile/engine/a.py", "docs/a.md")
     measured("sampling", first)
     measured("server", third, first, second)
-    measured("decode", third)
+    measured("decode", third, others=first)
     commit("docs/a.md")
     assert [(name, since, of) for since, name, of, _ in age.ages()] == [
         ("server", 2, first),
