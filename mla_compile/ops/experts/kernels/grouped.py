@@ -86,7 +86,7 @@ class Buffers(NamedTuple):
 class Work(NamedTuple):
     """All tiles of a launch; those of shared experts come first."""
 
-    last: Any  # [BLOCK_E]: of each routed expert the number of its last tile + 1, counted from the first routed one
+    ends: Any  # [BLOCK_E]: how many tiles the routed experts up to each one have
     shared: Any  # tiles of shared experts
     tiles: Any
 
@@ -117,17 +117,17 @@ def _work(call, S: gl.constexpr):
     expert = gl.arange(0, S.BLOCK_E, layout=layout)
     begin = gl.load(call.starts + expert, mask=expert < call.experts, other=0)
     end = gl.load(call.starts + expert + 1, mask=expert < call.experts, other=0)
-    last = gl.associative_scan((end - begin + TOKENS - 1) // TOKENS * _column_tiles(S), 0, _plus)
+    ends = gl.associative_scan((end - begin + TOKENS - 1) // TOKENS * _column_tiles(S), 0, _plus)
     shared = S.SHARED * ((call.tokens + TOKENS - 1) // TOKENS) * _column_tiles(S)
-    return Work(last, shared, shared + gl.max(last, 0))
+    return Work(ends, shared, shared + gl.max(ends, 0))
 
 
 @gluon.jit
 def _tile(call, S: gl.constexpr, work, number):
     """Tiles of the same columns are consecutive: one read of the weights."""
     nth = number - work.shared
-    expert = gl.sum((work.last <= nth).to(gl.int32), 0)
-    nth -= gl.max(gl.where(work.last <= nth, work.last, 0), 0)
+    expert = gl.sum((work.ends <= nth).to(gl.int32), 0)
+    nth -= gl.max(gl.where(work.ends <= nth, work.ends, 0), 0)
     begin = gl.load(call.starts + expert)
     end = gl.load(call.starts + expert + 1)
     tiles = gl.maximum((end - begin + TOKENS - 1) // TOKENS, 1)
