@@ -125,7 +125,7 @@ def layer(model: Experts, *, fp8: bool) -> tuple[tuple[Any, ...], tuple[Any, ...
 
 
 def calls_of(model: Experts, tokens: int, layers: Sequence[tuple[Any, ...]]) -> list[ExpertOperands]:
-    """A call of each layer, for the same random tokens, which choose experts anew."""
+    """A call of each layer for the same random tokens, with random experts for each layer."""
     x = randn(tokens, model.hidden) * model.hidden**0.5
     weights, calls = torch.rand(tokens, model.topk, device="cuda"), []
     for routed, shared, scales in layers:

@@ -68,17 +68,16 @@ _FP8_PRODUCTS = replace(
         "intermediate": range(fp8.BLOCK, 2**31, fp8.BLOCK),
     },
 )
+_MANY: dict[str, Allowed] = {
+    "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
+    "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
+}
 _ROUNDED = replace(
     _TRITON,
     name="rounded",
     description="many tokens: each expert's results are rounded to the dtype",
     function="mla_compile.ops.experts.kernels.moe:moe_rounded",
-    constraints={
-        **_TRITON.constraints,
-        "dtype": (torch.bfloat16,),
-        "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
-        "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
-    },
+    constraints={**_TRITON.constraints, **_MANY, "dtype": (torch.bfloat16,)},
     batch_invariant=False,
 )
 _GROUPED = replace(
@@ -130,12 +129,7 @@ MOE_EXPERTS = (
         name="fp8_activations",
         description="many tokens, which are quantised too: FP8 by FP8",
         function="mla_compile.ops.experts.kernels.moe_fp8:moe_fp8_activations",
-        constraints={
-            **_FP8_PRODUCTS.constraints,
-            "(token, expert) pairs": at_least(MAX_UNSORTED_PAIRS + 1),
-            "pairs per expert": at_least(MIN_ROUNDED_PAIRS),
-            "fp8_activations": (True,),
-        },
+        constraints={**_FP8_PRODUCTS.constraints, **_MANY, "fp8_activations": (True,)},
     ),
     replace(
         _GROUPED,

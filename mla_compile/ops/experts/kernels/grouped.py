@@ -414,12 +414,12 @@ def grouped_kernel(
     )
 
 
-def _boxes(weight: Tensor | None, sizes: Constants) -> TensorDescriptor | None:
-    """A descriptor of a weight `[..., matrix rows, k]`, for bulk copies of a product's columns."""
+def _boxes(weight: Tensor | None, depth: int) -> TensorDescriptor | None:
+    """A descriptor of a weight `[..., matrix rows, k]`, for bulk copies of a product's columns and `depth` of k."""
     if weight is None:
         return None
     swizzled = gl.NVMMASharedLayout(128, 8 * weight.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(weight.flatten(0, -2), [COLUMNS.value, sizes.DEPTH], swizzled)
+    return TensorDescriptor.from_tensor(weight.flatten(0, -2), [COLUMNS.value, depth], swizzled)
 
 
 def moe_grouped(operands: ExpertOperands) -> Tensor:
@@ -433,9 +433,9 @@ def moe_grouped(operands: ExpertOperands) -> Tensor:
     results = pairs + shared * tokens
     block_e = max(32, power_of_two(experts))
     depth, stages = (128, 3) if is_fp8 else (64, 4)
-    common = topk_ids.shape[1], shared, block_e
-    of_gate_up = Constants(hidden, intermediate, *common, True, is_fp8, depth, stages)
-    of_down = Constants(intermediate, hidden, *common, False, is_fp8, depth, stages)
+    topk = topk_ids.shape[1]
+    of_gate_up = Constants(hidden, intermediate, topk, shared, block_e, True, is_fp8, depth, stages)
+    of_down = of_gate_up._replace(K=intermediate, WIDTH=hidden, GATE_UP=False)
 
     scales = activated_scales = None
     if is_fp8:
@@ -452,12 +452,12 @@ def moe_grouped(operands: ExpertOperands) -> Tensor:
     work = order, starts, tokens, pairs, experts
     options = {**early_options(x), "num_warps": 4}
     grouped_kernel[(programs,)](
-        *(_boxes(weight, of_gate_up) for weight in gate_up),
+        *(_boxes(weight, depth) for weight in gate_up),
         *(x, scales, rows, stride, *gate_up_scales, activated, activated_scales, *work, of_gate_up),
         **options,
     )
     grouped_kernel[(programs,)](
-        *(_boxes(weight, of_down) for weight in (down.down, down.shared_down, None)),
+        *(_boxes(weight, depth) for weight in (down.down, down.shared_down, None)),
         *(activated, activated_scales, results, intermediate, down.scale, down.shared_scale, None),
         *(out, None, *work, of_down),
         **options,
