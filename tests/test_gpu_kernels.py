@@ -505,13 +505,14 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
 
 
 @pytest.mark.parametrize("tokens", [70, 130, 300, 3000])
-@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("parts", [0, 1, 2])
 @pytest.mark.parametrize(
     "sizes", [(24, 256, 128, 0), (24, 512, 384, 2), (160, 256, 128, 1), (24, 2048, 1536, 1)], ids=str
 )
 def test_grouped_experts_have_the_bits_of_other_kernels(
-    sizes: tuple[int, int, int, int], fp8: bool, tokens: int
+    sizes: tuple[int, int, int, int], parts: int, tokens: int
 ) -> None:
+    """parts: the FP8 vectors of a token; 0: weights and tokens are in bfloat16."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
     from mla_compile.ops.experts.kernels.grouped import moe_grouped
@@ -519,17 +520,20 @@ def test_grouped_experts_have_the_bits_of_other_kernels(
     from mla_compile.ops.experts.kernels.moe_fp8 import moe_fp8
 
     experts, hidden, intermediate, shared = sizes
-    other = moe_fp8 if fp8 else moe_rounded
+    grouped, other = moe_grouped, moe_rounded
+    if parts:
+        grouped, other = (partial(run, parts=parts) for run in (moe_grouped, moe_fp8))
     size = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "shared": shared}
     among = {70: 1, 300: 3}.get(tokens, experts)
-    case = moe_case(tokens, 4, **size, among=among, dtype=torch.bfloat16, device="cuda", fp8=fp8)
-    got = moe_grouped(case.operands())
-    check_moe(case, got)
+    case = moe_case(tokens, 4, **size, among=among, dtype=torch.bfloat16, device="cuda", fp8=parts > 0)
+    got = grouped(case.operands())
+    if parts != 1:
+        check_moe(case, got)
     assert torch.equal(got, other(case.operands()))
     wide = torch.cat([case.x, case.x], 1)[:, :hidden]
-    assert torch.equal(moe_grouped(case.operands()._replace(x=wide)), got)
+    assert torch.equal(grouped(case.operands()._replace(x=wide)), got)
     row_lens, q_len, runs = padding(case, 4, [4, 0, 3, 1])
-    padded = moe_grouped(case.operands(row_lens, q_len))
+    padded = grouped(case.operands(row_lens, q_len))
     assert torch.equal(padded[runs], got[runs]) and not padded[~runs].any()
 
 

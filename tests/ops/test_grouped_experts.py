@@ -42,22 +42,22 @@ def test_it_serves_many_tokens_of_whole_tiles_on_hopper(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("experts", "shared"), [(8, 0), (8, 2), (64, 1), (384, 1)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_it_fits_hopper(fp8: bool, experts: int, shared: int) -> None:
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_it_fits_hopper(parts: int, experts: int, shared: int) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.experts.kernels.grouped import moe_grouped
     from tests.triton_compile import compiled_for
 
     size = {"experts": experts, "hidden": 512, "intermediate": 256, "shared": shared}
-    case = moe_case(300, 1, **size, dtype=torch.bfloat16, fp8=fp8)
+    case = moe_case(300, 1, **size, dtype=torch.bfloat16, fp8=parts > 0)
     with compiled_for(90) as kernels:
-        moe_grouped(case.operands())
-    before = "prepare_kernel" if fp8 else "sort_kernel"
+        moe_grouped(case.operands(), parts=parts)
+    before = "prepare_kernel" if parts else "sort_kernel"
     assert [kernel.name for kernel in kernels] == [before, *["grouped_kernel"] * 2, "weighted_sum_kernel"]
     for kernel in kernels[1:3]:
         assert kernel.shared_memory <= 227 * 1024
-        assert kernel.spilled_bytes <= (128 if fp8 else 0)  # read once a tile
-        assert ("m64n128k32" if fp8 else "m64n256k16") in kernel.text
+        assert kernel.spilled_bytes <= (128 if parts else 0)  # read once a tile
+        assert ("m64n128k32" if parts else "m64n256k16") in kernel.text
 
 
 def test_bulk_copies_need_weights_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

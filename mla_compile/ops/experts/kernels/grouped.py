@@ -51,6 +51,7 @@ class Constants(NamedTuple):
     BLOCK_E: int  # experts rounded up to a power of two
     GATE_UP: bool
     FP8: bool
+    PARTS: int  # vectors of a token: two or one if FP8, else one
     DEPTH: int  # columns of tokens and weights in a buffer
     STAGES: int  # buffers
 
@@ -65,7 +66,7 @@ class Arguments(NamedTuple):
     scale: Any  # of the weights: `GateUp.both` or `Down.scale`
     shared_scale: Any
     shared_scale_2: Any
-    out: Any  # [pairs + SHARED * tokens, WIDTH], in the order of `sort_pairs`; of gate and up if FP8: two vectors
+    out: Any  # [pairs + SHARED * tokens, WIDTH], in the order of `sort_pairs`; of gate and up if FP8: vectors
     out_scales: Any
     order: Any  # order and starts: of `sort_pairs`
     starts: Any
@@ -175,7 +176,7 @@ def _before(stage, S: gl.constexpr):
 def _load(call, S: gl.constexpr, weights, buffers):
     """Load the tokens and weights of all tiles, as buffers become free."""
     w, shared_w, shared_w_2 = weights
-    PARTS: gl.constexpr = 2 if S.FP8 else 1
+    PARTS: gl.constexpr = S.PARTS
     BYTES: gl.constexpr = 2 * COLUMNS * S.DEPTH * (1 if S.FP8 else 2)
     layout: gl.constexpr = gl.BlockedLayout([1, 16 if S.FP8 else 8], [4, 8], [4, 1], [1, 0])
     k = gl.arange(0, S.DEPTH, layout=gl.SliceLayout(0, layout))
@@ -269,17 +270,19 @@ def _products_fp8(call, S: gl.constexpr, tile, row, inside, buffers, stage, phas
         next_second = gl.load(of_second + block + 1, mask=more, other=0.0)
         mbarrier.wait(buffers.loaded.index(stage), phase)
         fence_async_shared()
-        large = buffers.x.index(2 * stage).slice(GROUP * 64, 64, dim=0)
-        small = buffers.x.index(2 * stage + 1).slice(GROUP * 64, 64, dim=0)
+        large = buffers.x.index(S.PARTS * stage).slice(GROUP * 64, 64, dim=0)
+        last = buffers.x.index(S.PARTS * stage + S.PARTS - 1).slice(GROUP * 64, 64, dim=0)
         left = buffers.w.index(stage).slice(0, COLUMNS, dim=0).permute((1, 0))
         right = buffers.w.index(stage).slice(COLUMNS, COLUMNS, dim=0).permute((1, 0))
         product = gl.zeros([64, COLUMNS], gl.float32, layout)
-        product = warpgroup_mma(small, left, product, use_acc=False, is_async=True)
-        product = warpgroup_mma(large, left, product, is_async=True)
+        product = warpgroup_mma(last, left, product, use_acc=False, is_async=True)
+        if S.PARTS == 2:
+            product = warpgroup_mma(large, left, product, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         first = gl.fma(product, scale_first[:, None], first)
-        product = warpgroup_mma(small, right, product, use_acc=False, is_async=True)
-        product = warpgroup_mma(large, right, product, is_async=True)
+        product = warpgroup_mma(last, right, product, use_acc=False, is_async=True)
+        if S.PARTS == 2:
+            product = warpgroup_mma(large, right, product, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         barrier()
         mbarrier.arrive(buffers.used.index(stage), count=1)
@@ -319,9 +322,10 @@ def _store_activated(call, S: gl.constexpr, gate, up, at, row, column, inside):
     result = gate / (1.0 + gl.exp(-gate)) * up
     if S.FP8:
         results = (call.pairs + S.SHARED * call.tokens).to(gl.int64)
-        large, small, scale = quantized(result, 2, gl.float8e4nv)
+        large, small, scale = quantized(result, S.PARTS, gl.float8e4nv)
         gl.store(at, large, mask=inside[:, None])
-        gl.store(at + results * S.WIDTH, small, mask=inside[:, None])
+        if S.PARTS == 2:
+            gl.store(at + results * S.WIDTH, small, mask=inside[:, None])
         gl.store(call.out_scales + column * results + row, scale, mask=inside)
     else:
         gl.store(at, result.to(gl.bfloat16), mask=inside[:, None])
@@ -390,10 +394,9 @@ def grouped_kernel(
     of_inputs = x, x_scales, x_rows, x_stride, scale, shared_scale, shared_scale_2
     call = Arguments(*of_inputs, out, out_scales, order, starts, tokens, pairs, experts)
     DTYPE: gl.constexpr = gl.float8e4nv if S.FP8 else gl.bfloat16
-    PARTS: gl.constexpr = 2 if S.FP8 else 1
     STAGES: gl.constexpr = S.STAGES
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8 if S.FP8 else 16)
-    of_tokens = gl.allocate_shared_memory(DTYPE, [PARTS * STAGES, TOKENS, S.DEPTH], swizzled)
+    of_tokens = gl.allocate_shared_memory(DTYPE, [S.PARTS * STAGES, TOKENS, S.DEPTH], swizzled)
     of_weights = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * COLUMNS, S.DEPTH], swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -422,8 +425,11 @@ def _boxes(weight: Tensor | None, depth: int) -> TensorDescriptor | None:
     return TensorDescriptor.from_tensor(weight.flatten(0, -2), [COLUMNS.value, depth], swizzled)
 
 
-def moe_grouped(operands: ExpertOperands) -> Tensor:
-    """`moe_experts_op` of bfloat16 tokens; hidden a multiple of 256, intermediate of 128."""
+def moe_grouped(operands: ExpertOperands, *, parts: int = 2) -> Tensor:
+    """`moe_experts_op` of bfloat16 tokens; hidden a multiple of 256, intermediate of 128.
+
+    parts: the FP8 vectors of a token if the weights are FP8; see `quantized`.
+    """
     x, topk_ids, shared = operands.x, operands.topk_ids.contiguous(), operands.num_shared
     (tokens, hidden), (experts, _, intermediate) = x.shape, operands.w_down.shape
     is_fp8 = operands.gate_up_scale is not None
@@ -432,16 +438,16 @@ def moe_grouped(operands: ExpertOperands) -> Tensor:
     pairs, programs = topk_ids.numel(), device_of(x).multiprocessors
     results = pairs + shared * tokens
     block_e = max(32, power_of_two(experts))
-    depth, stages = (128, 3) if is_fp8 else (64, 4)
+    parts, depth, stages = (parts, 128, 5 - parts) if is_fp8 else (1, 64, 4)
     topk = topk_ids.shape[1]
-    of_gate_up = Constants(hidden, intermediate, topk, shared, block_e, True, is_fp8, depth, stages)
+    of_gate_up = Constants(hidden, intermediate, topk, shared, block_e, True, is_fp8, parts, depth, stages)
     of_down = of_gate_up._replace(K=intermediate, WIDTH=hidden, GATE_UP=False)
 
     scales = activated_scales = None
     if is_fp8:
-        x, scales, starts, order, places = prepared(operands, 2)
+        x, scales, starts, order, places = prepared(operands, parts)
         rows, stride = x.shape[1], hidden
-        activated = x.new_empty((2, results, intermediate))
+        activated = x.new_empty((parts, results, intermediate))
         activated_scales = scales.new_empty((intermediate // fp8.BLOCK, results))
     else:
         x, stride = aligned_rows(x)
@@ -463,3 +469,8 @@ def moe_grouped(operands: ExpertOperands) -> Tensor:
         **options,
     )
     return weighted_sum(operands, out, places)
+
+
+def moe_grouped_activations(operands: ExpertOperands) -> Tensor:
+    """`moe_grouped` of tokens that are quantised to FP8."""
+    return moe_grouped(operands, parts=1)
