@@ -36,6 +36,10 @@ def test_it_serves_many_tokens_of_whole_tiles_on_hopper(
     for is_fp8, expected in ((False, plain), (True, fp8)):
         case = moe_case(tokens, 2, hidden=hidden, intermediate=intermediate, dtype=dtype, fp8=is_fp8)
         assert choose("moe_experts", fake((*case.all_args(), False), machine)).chosen.name == expected
+        if is_fp8:
+            args = (*case.all_args()[:-1], True, False)
+            chosen = choose("moe_experts", fake(args, machine)).chosen.name
+            assert chosen.startswith("grouped") == expected.startswith("grouped")
         exact = choose("moe_experts", fake((*case.all_args(), True), machine)).chosen.name
         assert not exact.startswith("grouped")
 

@@ -94,6 +94,12 @@ _GROUPED = replace(
         "weights begin at multiples of 16 bytes": (True,),  # as bulk copies require
     },
 )
+_GROUPED_FP8 = replace(
+    _GROUPED,
+    name="grouped_fp8",
+    description="the bits of fp8_products: loading and multiplying warps",
+    constraints={**_GROUPED.constraints, "weights": ("FP8",)},
+)
 _ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
 _GEMV = replace(
     _TRITON,
@@ -125,18 +131,20 @@ MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,
     replace(
+        _GROUPED_FP8,
+        name="grouped_fp8_activations",
+        description="the bits of fp8_activations: loading and multiplying warps",
+        function="mla_compile.ops.experts.kernels.grouped:moe_grouped_activations",
+        constraints={**_GROUPED_FP8.constraints, "fp8_activations": (True,)},
+    ),
+    replace(
         _FP8_PRODUCTS,
         name="fp8_activations",
         description="many tokens, which are quantised too: FP8 by FP8",
         function="mla_compile.ops.experts.kernels.moe_fp8:moe_fp8_activations",
         constraints={**_FP8_PRODUCTS.constraints, **_MANY, "fp8_activations": (True,)},
     ),
-    replace(
-        _GROUPED,
-        name="grouped_fp8",
-        description="the bits of fp8_products: loading and multiplying warps",
-        constraints={**_GROUPED.constraints, "weights": ("FP8",)},
-    ),
+    _GROUPED_FP8,
     _FP8_PRODUCTS,
     _GROUPED,
     _ROUNDED,
