@@ -14,8 +14,8 @@ def row_sizes(max_rows: int) -> list[int]:
 class Bucket:
     """One shape of one step, of `rows * q_len + prompt_tokens` tokens, and how it was captured.
 
-    step: "greedy" or "sampled"; "mixed, greedy" with prompts; "verify, greedy", "advance, greedy", ... for a step's
-        parts.
+    step: "greedy" or "sampled"; "mixed, greedy" with prompts; "verify", "mixed, verify", "advance, greedy", ... for a
+        step's parts.
     prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
     is_captured: whether a CUDA graph is recorded.
     num_bytes: growth of the graphs' memory pool and of the driver's own memory while it was recorded. A bucket fits in

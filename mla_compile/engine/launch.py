@@ -110,7 +110,7 @@ class Launcher:
         if not on_host and not any(n is not None for n in num_logprobs):
             steps.whole(sampled=rows.sampled, prompts=bool(chunks))(*inputs)
         else:
-            logits, output = steps.verify(*inputs, sampled=rows.sampled)
+            logits, output = steps.verify(*inputs)
             choose_targets = partial(steps.choose_targets, sampled=rows.sampled)
             if not on_host:
                 targets = choose_targets(state, logits, None)
@@ -190,7 +190,7 @@ class Launcher:
 
     def _run_parts(self, sampled: bool, state: DecodeState, *chunks: PackedChunks) -> None:
         """A step with logits read between its parts."""
-        logits, output = self.steps.verify(state, *chunks, sampled=sampled)
+        logits, output = self.steps.verify(state, *chunks)
         targets = self.steps.choose_targets(state, logits, None, sampled=sampled)
         if self._config.batch_invariant:  # it is compiled for both
             allowed = torch.ones_like(logits, dtype=torch.bool)

@@ -104,11 +104,11 @@ class Steps:
         self._advance(sampled, state, targets, _begins(state, packed), output.hidden, *output.aux)
 
     def verify(
-        self, state: DecodeState, packed: PackedChunks | None = None, *, sampled: bool
+        self, state: DecodeState, packed: PackedChunks | None = None
     ) -> tuple[Tensor, ForwardOutput]:
-        """See `SpeculativeDecoder.verify`; the next replay overwrites what it returns."""
-        call = self._capturing(f"{VERIFY}, {_kind(sampled)}", self._verify, prompts=packed is not None)
-        found: tuple[Tensor, ForwardOutput] = call(state, packed)
+        """See `SpeculativeDecoder.verify`; one graph serves both kinds, and its next replay overwrites the result."""
+        call = self._capturing(VERIFY, self._verify, prompts=packed is not None)
+        found: tuple[Tensor, ForwardOutput] = call(self.state_for(len(state.active), sampled=False), packed)
         return found
 
     def _verify(self, state: DecodeState, packed: PackedChunks | None) -> tuple[Tensor, ForwardOutput]:
