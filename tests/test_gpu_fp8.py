@@ -217,7 +217,7 @@ def test_products_of_tokens_in_fp8(columns: int, k: int) -> None:
 
 @pytest.mark.parametrize("shared", [0, 1, 2])
 @pytest.mark.parametrize("among", [2, 8])
-@pytest.mark.parametrize("hidden, name", [(512, "grouped_fp8_activations"), (384, "fp8_activations")])
+@pytest.mark.parametrize(("hidden", "name"), [(512, "grouped_fp8_activations"), (384, "fp8_activations")])
 def test_experts_of_tokens_in_fp8(hidden: int, name: str, shared: int, among: int) -> None:
     size = {"experts": 8, "hidden": hidden, "intermediate": 384, "shared": shared, "among": among}
     case = moe_case(700, 2, **size, dtype=torch.bfloat16, device="cuda", fp8=True)
