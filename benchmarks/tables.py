@@ -1033,8 +1033,9 @@ def peers() -> str:
 
 
 def layer(name: str) -> str:
-    """A layer of a decode step: whole, by its kernels, and without each pass."""
+    """A layer of a step: whole, by its kernels, and without each pass."""
     report = result(name)
+    batch_of = "prompts" if report.get("prompts") else "batch"
     batches = sorted({row["batch"] for row in report["rows"]})
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
@@ -1059,7 +1060,7 @@ def layer(name: str) -> str:
     text = sentences(
         f"{report['device']}, torch {report['torch']}, about {report['context']:,} tokens a row; microseconds a layer:"
     )
-    text += table(["weights", *(f"batch {batch} (floor), kernels" for batch in batches)], whole)
+    text += table(["weights", *(f"{batch_of} {batch} (floor), kernels" for batch in batches)], whole)
     for group, rows in groups.items():
         kernels: dict[int, list[dict[str, Any]]] = {batch: [] for batch in batches}
         for row in rows:
@@ -1070,10 +1071,10 @@ def layer(name: str) -> str:
             for place in range(max(map(len, kernels.values())))
         ]
         text += f"\n{group}, kernel by kernel:\n"
-        text += table([cell for batch in batches for cell in (f"batch {batch}", "us")], lines)
+        text += table([cell for batch in batches for cell in (f"{batch_of} {batch}", "us")], lines)
     if gains:
         text += "\nMicroseconds more without a pass:\n"
-        text += table(["", "weights", *(f"batch {batch}" for batch in batches)], gains)
+        text += table(["", "weights", *(f"{batch_of} {batch}" for batch in batches)], gains)
     return text
 
 
@@ -1199,6 +1200,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "matrix": matrix,
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
+    "layer.prompts": functools.partial(layer, "layer.prompts"),
     "generation.cpu": generation,
     "compile_time.cpu": compile_time,
     "first_text.cpu": first_text,
