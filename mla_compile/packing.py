@@ -198,12 +198,14 @@ def classify(
     )
 
 
-def padded_prompt_tokens(count: int, most: int | None = None) -> int:
+def padded_prompt_tokens(count: int, most: int | None = None, longest: int | None = None) -> int:
     """The smallest padded size for `count` prompt tokens, where `most` is also a padded size; 0 for none.
 
-    Each size is captured separately. There are few: four per factor of two, and below 128 the multiples of 16.
+    Each size is captured separately. There are few: four per factor of two, and below 128 the multiples of 16. More
+    than `longest` tokens are not captured, and are padded to a multiple of 128.
     """
-    unit = 1 << max(4, (count - 1).bit_length() - 3)
+    is_long = longest is not None and count > longest
+    unit = 128 if is_long else 1 << max(4, (count - 1).bit_length() - 3)
     size = -(-count // unit) * unit
     return most if most is not None and max(count, MIN_TOKENS) <= most < size else size
 
@@ -234,9 +236,9 @@ def prompt_shapes(most: int, capacity: int) -> list[tuple[int, int]]:
     return shapes
 
 
-def fitting_prompt_tokens(room: int) -> int:
+def fitting_prompt_tokens(room: int, longest: int) -> int:
     """The largest padded size that is at most `room`; `room` itself if all are larger."""
-    unit = 1 << max(4, room.bit_length() - 3)
+    unit = 128 if room >= longest + 128 else 1 << max(4, room.bit_length() - 3)
     return room // unit * unit or room
 
 
@@ -247,18 +249,19 @@ def prompt_padding(
     capacity: int,
     pad: bool,
     most: int | None = None,
+    longest: int | None = None,
     least: int = 0,
 ) -> dict[str, int]:
     """The sizes that `prefill_segment` pads to: few, as a CUDA graph is recorded for each; the minimum without `pad`.
 
     The number of chunks, padding chunks included, is padded to a power of four; keys, if some are cached, to a power of
-    two. capacity: maximum tokens of a row. most: see `padded_prompt_tokens`. least: pad as for at least this many
-    tokens.
+    two. capacity: maximum tokens of a row. most, longest: see `padded_prompt_tokens`. least: pad as for at least this
+    many tokens.
     """
     if not pad:
         return {"num_tokens": MIN_TOKENS}
     count = sum(chunk_lens)
-    tokens = padded_prompt_tokens(max(count, least), most)
+    tokens = padded_prompt_tokens(max(count, least), most, longest)
     keys = tokens
     if any(num_cached):
         keys = max(LEAST_KEYS, padded_rows(count + sum(cached % MAX_KEYS for cached in num_cached)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from mla_compile.engine.buckets import Bucket, CaptureReport, row_sizes
 from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.attention.segments import MAX_KEYS
+from mla_compile.packing import padded_prompt_tokens, padded_rows
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks
 from mla_compile.torch_internals import (
@@ -57,7 +58,7 @@ class Captures:
         self.device, self.why_not = device, why_not
         self._q_len = 1 + config.num_speculative_tokens
         self._budget, self._ranks = config.capture_budget, ranks
-        self._longest = config.captured_prompt_tokens
+        self.longest = config.captured_prompt_tokens
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._steps: list[_MeasuredStep] = []
         self.pool: Any = None
@@ -86,8 +87,8 @@ class Captures:
         """Why no graph of a bucket may be recorded now; None if one may be."""
         if self.why_not is not None:
             return self.why_not
-        if bucket.prompt_tokens > self._longest:
-            return f"more than {self._longest:,} prompt tokens"
+        if bucket.prompt_tokens > self.longest:
+            return f"more than {self.longest:,} prompt tokens"
         if bucket.prompt_keys > MAX_KEYS:
             return f"more than {MAX_KEYS:,} keys of prompts: kernels take longer than the host does"
         return SPENT if self._is_spent(of_prompts=bucket.prompt_tokens > 0) else None
@@ -187,6 +188,8 @@ class _MeasuredStep:
         sizes = (0, 0, 0)
         if args and isinstance(args[0], PackedChunks) and not self._captures.why_not:
             sizes = args[0].sizes
+            if sizes[0] > self._captures.longest:  # no graph is recorded, so few buckets serve for many sizes
+                sizes = padded_prompt_tokens(sizes[0]), sizes[1], padded_rows(sizes[2])
         shape, args = (len(state.active), *sizes), (state, *args)
         if recording := self._recordings.get(shape):
             if not recording.serves(args):

@@ -205,6 +205,7 @@ class Launcher:
             page_size=self._config.page_size,
             pad=pads,
             most=self._config.prompt_tokens_per_step,
+            longest=self._config.captured_prompt_tokens,
             least=least,
             kept=self._chunks if pads else None,
         )

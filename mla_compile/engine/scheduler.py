@@ -122,7 +122,7 @@ class Scheduler:
         )
         self.q_len, self.max_rows = 1 + k, config.max_rows
         self.max_tokens_per_step = config.max_tokens_per_step
-        self._max_keys = config.max_keys_per_step
+        self._max_keys, self._longest_captured = config.max_keys_per_step, config.captured_prompt_tokens
         self._batch_invariant = config.batch_invariant
         # Verification writes k + 1 positions; drafting after the accepted ones writes up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
@@ -262,7 +262,8 @@ class Scheduler:
     def _plan_chunks(self, plan: Plan, num_decode_tokens: int, *, may_admit: bool) -> None:
         room = self.max_tokens_per_step - num_decode_tokens
         # A cut prompt fills a padded size exactly.
-        full = max(fitting_prompt_tokens(room), self.max_tokens_per_step - self.q_len * self.max_rows)
+        fitting = fitting_prompt_tokens(room, self._longest_captured)
+        full = max(fitting, self.max_tokens_per_step - self.q_len * self.max_rows)
         tokens, keys = 0, self._max_keys
         prefilling = deque(request for request in self._running if not request.is_decoding)
         while tokens < full:

@@ -103,9 +103,7 @@ class Steps:
         targets = self.choose_targets(state, logits, None, sampled=sampled)
         self._advance(sampled, state, targets, _begins(state, packed), output.hidden, *output.aux)
 
-    def verify(
-        self, state: DecodeState, packed: PackedChunks | None = None
-    ) -> tuple[Tensor, ForwardOutput]:
+    def verify(self, state: DecodeState, packed: PackedChunks | None = None) -> tuple[Tensor, ForwardOutput]:
         """See `SpeculativeDecoder.verify`; one graph serves both kinds, and its next replay overwrites the result."""
         call = self._capturing(VERIFY, self._verify, prompts=packed is not None)
         found: tuple[Tensor, ForwardOutput] = call(self.state_for(len(state.active), sampled=False), packed)
@@ -225,8 +223,9 @@ class Steps:
         A graph serves one number of rows, so steps beside few rows use one state: the largest whose tokens are at most
         an eighth of the padded prompts'.
         """
-        tokens = padded_prompt_tokens(prompt_tokens, self._config.prompt_tokens_per_step)
-        if self.pads and self.compiles_prompts and tokens <= self._config.captured_prompt_tokens:
+        longest = self._config.captured_prompt_tokens
+        tokens = padded_prompt_tokens(prompt_tokens, self._config.prompt_tokens_per_step, longest)
+        if self.pads and self.compiles_prompts and tokens <= longest:
             count = max([count, *(size for size in self.sizes if size * (1 + self._k) <= tokens // 8)])
         return self.state_for(count, sampled=sampled)
 

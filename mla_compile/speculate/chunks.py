@@ -100,17 +100,18 @@ class PackedChunks:
         page_size: int,
         pad: bool = False,
         most: int | None = None,
+        longest: int | None = None,
         least: int = 0,
         kept: "MutableMapping[tuple[int, ...], PackedChunks] | None" = None,
     ) -> "PackedChunks":
         """Pack chunks of rows of `state`, at most one per row and none empty. The step reads the state's block tables.
 
         pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few numbers should occur.
-        most: a frequent number of tokens; chunks with exactly this number are not padded further. least: chunks are
-            padded as if they had at least this many tokens.
+        most: a frequent number of tokens; chunks with exactly this number are not padded further. longest: the most
+            tokens for which a graph is recorded. least: chunks are padded as if they had at least this many tokens.
         kept: cache of packed chunks by their sizes: chunks of the same sizes are written to the same tensors, since
-            captured graphs hold their addresses. Keys in more than one part, for which no graph is recorded, are not
-            kept.
+            captured graphs hold their addresses. Chunks for which no graph is recorded, of more tokens or with keys in
+            more than one part, are not kept.
 
         The host sends one copy to the device without waiting for it. If the state's tensors are marked for the
         compiler, so are these: their numbers of tokens, chunks, parts, keys and rows vary.
@@ -118,7 +119,9 @@ class PackedChunks:
         rows, max_pages = state.block_table.shape
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
         capacity = max_pages * page_size
-        padded = prompt_padding(counts, starts, capacity=capacity, pad=pad, most=most, least=least)
+        padded = prompt_padding(
+            counts, starts, capacity=capacity, pad=pad, most=most, longest=longest, least=least
+        )
         lens, bounds = chunk_lens_and_bounds(
             counts,
             starts,
@@ -129,7 +132,8 @@ class PackedChunks:
         tokens = max(padded["num_tokens"], sum(counts))
         keys = max(padded.get("num_keys", 0), most_keys(bounds))
         key = tokens, rows, len(lens), len(bounds[0]), keys
-        kept = kept if len(bounds[0]) == 2 else None
+        is_long = longest is not None and tokens > longest
+        kept = kept if len(bounds[0]) == 2 and not is_long else None
         packed = None if kept is None else kept.get(key)
         if packed is None:
             packed = cls._allocate(key, state.block_table, page_size=page_size, stays=kept is not None)

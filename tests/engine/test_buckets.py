@@ -20,7 +20,7 @@ from mla_compile.engine.capture import MAX_KEYS, Captures, Recording
 from mla_compile.engine.config import FittedConfig
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.attention.segments import chunk_lens_and_bounds
-from mla_compile.packing import padded_prompt_tokens, prompt_padding, prompt_sizes
+from mla_compile.packing import fitting_prompt_tokens, padded_prompt_tokens, prompt_padding, prompt_sizes
 from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.torch_internals import CompiledCall, compiled_calls, noted, would_repeat
 from stress.faults import OpFault
@@ -458,9 +458,7 @@ def test_a_step_with_prompts_has_more_rows_than_the_decode_steps_around_it() -> 
     assert [each.completion.token_ids for each in found] == [expected[0], expected[1][:20], expected[2][:20]]
     buckets = [b for b in mine.capture_report().buckets if "advance" not in b.step]
     assert {(b.prompt_tokens, b.rows) for b in buckets if b.prompt_tokens} == {(16, 1), (64, 4), (256, 8)}
-    assert max(b.rows for b in buckets if b.step == "verify") == 4, (
-        "decode steps keep their own states"
-    )
+    assert max(b.rows for b in buckets if b.step == "verify") == 4, "decode steps keep their own states"
 
 
 def test_prompts_are_padded_to_few_sizes() -> None:
@@ -477,6 +475,31 @@ def test_prompts_are_padded_to_few_sizes() -> None:
 @pytest.mark.parametrize("most", [2, 10, 16, 100, 1000, 16_352])
 def test_the_sizes_of_prompts_are_all_that_padding_gives(most: int) -> None:
     assert prompt_sizes(most) == sorted({padded_prompt_tokens(count, most) for count in range(1, most + 1)})
+
+
+def test_prompts_that_no_graph_runs_are_padded_little() -> None:
+    for count in range(1, 3000):
+        size = padded_prompt_tokens(count, longest=1024)
+        assert count <= size < count + 128 if count > 1024 else size == padded_prompt_tokens(count)
+    sizes = sorted({padded_prompt_tokens(count, longest=1024) for count in range(1, 3000)})
+    for room in range(16, 2900):
+        assert fitting_prompt_tokens(room, 1024) == max(size for size in sizes if size <= room)
+
+
+def test_long_steps_keep_no_tensors_and_share_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FittedConfig, "captured_prompt_tokens", 128)
+    prompts = [[1 + i % 7] * length for i, length in enumerate((50, 300, 520, 640, 700, 900))]
+    model, settings = one_layer_model(), {"max_rows": 1, "max_model_len": 1000, "max_tokens_per_step": 1000}
+    expected = engine(1, one_layer_model(), **settings).generate(prompts, max_new_tokens=5)
+    with torch.compiler.set_stance("force_eager"), recording(model, eagerly=True):
+        mine = engine(1, model, compile=True, prefix_caching=False, **settings)
+        mine._launcher.steps.warms_prompts = True
+        found = mine.generate(prompts, max_new_tokens=5)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [sizes[0] for sizes in mine._launcher._chunks] == [64]
+    buckets = {b.prompt_tokens: b.why_not for b in mine.capture_report().buckets if b.prompt_tokens}
+    long = dict.fromkeys((384, 640, 768, 1024), "more than 128 prompt tokens")
+    assert buckets == {64: None} | long
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")

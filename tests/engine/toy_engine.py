@@ -157,6 +157,7 @@ def scheduler_of(num_pages: int, page_size: int, *, lookahead: int, **settings: 
         "pages_per_grant": 1,
         "prefix_caching": True,
         "max_keys_per_step": None,
+        "captured_prompt_tokens": 8192,
         "batch_invariant": False,
     }
     given = defaults | {"num_pages": num_pages, "page_size": page_size} | settings
