@@ -132,7 +132,7 @@ MOE_EXPERTS = (
     _GEMV_FP8,
     replace(
         _GROUPED_FP8,
-        name="grouped_fp8_activations",
+        name="grouped_activations",
         description="the bits of fp8_activations: loading and multiplying warps",
         function="mla_compile.ops.experts.kernels.grouped:moe_grouped_activations",
         constraints={**_GROUPED_FP8.constraints, "fp8_activations": (True,)},
