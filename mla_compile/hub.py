@@ -22,6 +22,8 @@ def find_checkpoint(path: object, name: str = "path") -> Path:
     """
     if not isinstance(path, str | PathLike):
         raise MLAError(name, "a checkpoint's directory", f"{path!r:.80}")
+    if not str(path):
+        raise MLAError(name, "a checkpoint's directory", "an empty path")
     path = Path(path)
     if path.exists() or not _NAME.fullmatch(path.as_posix()):
         return path

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
-from mla_compile.errors import MLAError
+from mla_compile.defaults import MAX_DRAFTS
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.ops import validate
 from mla_compile.ops.attention.decode_backends import QueryLenSupport, select_backend
 from mla_compile.ops.attention.segments import (
@@ -101,7 +102,9 @@ def pack_batch(
     if torch.compiler.is_compiling():
         hint = "call it before the compiled module, and pass packed.tensors and packed.batch to that"
         refuse("pack_batch", "a call outside of compiled code", "one inside of it", hint)
-    validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
+    check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
+    if type(pad) is not bool:
+        raise MLAError("pad", "True or False", repr(pad))
     validate.row_lengths("query_lens", query_lens, num_cached, block_table, page_size)
     validate.list_of(bool, "has_sampled", has_sampled, block_table.shape[0])
     if block_table.shape[0] == 0:
@@ -211,7 +214,7 @@ def padded_prompt_tokens(count: int, most: int | None = None, longest: int | Non
 
 
 def prompt_sizes(most: int) -> list[int]:
-    """The padded sizes of up to `most` prompt tokens, ascending."""
+    """The padded sizes of up to `most` prompt tokens, if all of them are captured; ascending."""
     sizes = [padded_prompt_tokens(1, most)]
     while sizes[-1] < most:
         sizes.append(padded_prompt_tokens(sizes[-1] + 1, most))

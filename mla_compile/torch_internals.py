@@ -224,11 +224,17 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
 
 
 def mark_state_tensor(tensor: torch.Tensor, *varying: int) -> None:
-    """Mark a tensor's address as static (a replay copies nothing), and its sizes `varying` as dynamic.
-
-    The other sizes are marked static; otherwise Dynamo would make a size a symbol once it has seen two values.
-    """
+    """Mark a tensor's address as static: a replay copies nothing. varying: see `mark_sizes`."""
     torch._dynamo.mark_static_address(tensor, guard=False)
+    mark_sizes(tensor, *varying)
+
+
+def mark_sizes(tensor: torch.Tensor, *varying: int) -> None:
+    """Mark a tensor's sizes `varying` as dynamic.
+
+    The other sizes are marked static; otherwise Dynamo would make a size a symbol once it has seen two values. Compiled
+    code serves only tensors with the same marks.
+    """
     for dim in range(tensor.dim()):
         if dim in varying:
             mark_varying(tensor, dim)

@@ -278,3 +278,29 @@ def test_the_command_refuses_prompts_in_a_step_and_pictures_that_are_no_svg() ->
         inspect(step=True, prefill_tokens=3)
     with pytest.raises(MLAError, match="--output"):
         inspect(output=Path("picture.png"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((5,), "model: expected a module or a function, got 5"),
+        ((nn.Linear(2, 2),), "args: expected the arguments of a call of the model, got missing"),
+        (
+            (nn.Linear(2, 2), torch.ones(2), 1),
+            "args: expected the arguments of a call of the model, got too many",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_refused(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(MLAError, match=f"^{message}"):
+        explain(*args)
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path) -> None:
+    explanation = explain(nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(
+        MLAError, match=r"^path: expected a file that can be written, got No such file.*; .*none/a.svg"
+    ):
+        explanation.save(tmp_path / "none" / "a.svg")
+    with pytest.raises(MLAError, match=r"^path: expected a file name that ends in .svg, got 3"):
+        explanation.save(3)  # type: ignore[arg-type]

@@ -469,6 +469,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"page_size": 0}, r"page_size: .*\b1\b.*\b0\b"),
         ({"page_size": 4.0}, r"page_size: .*integer.*4\.0"),
         ({"num_speculative_tokens": -1}, r"num_speculative_tokens: .*\b0\b.*-1"),
+        ({"num_speculative_tokens": 10**9}, r"num_speculative_tokens: .*\[0, 32\], got 1000000000"),
+        ({"pad": None}, "pad: expected True or False, got None"),
         ({"backend": "fast"}, "backend: .*reference.*'fast'"),
         ({"backend": "triton"}, "backend: .*reference.*triton.*cuda.*cpu"),
     ],

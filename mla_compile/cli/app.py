@@ -37,6 +37,7 @@ class OneLineErrors(TyperGroup):
         try:
             sys.exit(super().main(args, prog_name, **settings))
         except _UsageError as error:
+            _add_value(error)
             _fail(f"{error.format_message()} (see --help)")
         except MLAError as error:
             _fail(str(error))
@@ -114,6 +115,18 @@ def _add_suggestion(error: Any, words: list[str], names: list[str]) -> None:
     name = given.partition("=")[0]
     error.message = f"No such option: {name}{did_you_mean(name, names)}"
     error.possibilities = None  # typer's own suggestions
+
+
+def _add_value(error: Any) -> None:
+    """Say what came in place of a flag's value, in the words of the other errors, if typer's error has it."""
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if len(details) == 1 and {"msg", "input"} <= details[0].keys():
+        expected = re.sub("^Input should be (?=greater|less)", "expected a number ", details[0]["msg"])
+        expected = expected.replace("Input should be", "expected").partition(", unable to")[0]
+        if expected.startswith("expected"):
+            error.message = f"{expected}, got {details[0]['input']!r}"
+        else:
+            error.message = expected.removeprefix("Value error, ").rstrip(".")
 
 
 def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:

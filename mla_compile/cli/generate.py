@@ -16,6 +16,7 @@ from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitt
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.progress import announce_if_slow
+from mla_compile.sampling_params import check_min_tokens
 from mla_compile.speculate.drafter import loads_mtp
 
 _GRAMMARS = {
@@ -54,6 +55,9 @@ def complete(
     with quiet_libraries():
         prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling(checkpoint.model.default_sampling) for each in given]
+    for each, params in zip(given, sampling, strict=True):
+        name = "min_tokens" if each.line is None else f"{each.name}: min_tokens"
+        check_min_tokens(params.min_tokens, params.max_tokens or max_new_tokens, name)
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
     # Steps of other requests than the first, and those with grammars, are compiled on first use.

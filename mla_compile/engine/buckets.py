@@ -16,7 +16,8 @@ class Bucket:
 
     step: "greedy" or "sampled"; "mixed, greedy" with prompts; "verify", "mixed, verify", "advance, greedy", ... for a
         step's parts.
-    prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
+    prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included; if it is too long for a graph, its
+        tokens and keys rounded up, so that few buckets serve for many sizes.
     is_captured: whether a CUDA graph is recorded.
     num_bytes: growth of the graphs' memory pool and of the driver's own memory while it was recorded. A bucket fits in
         the pool of a larger one that was recorded before it. The driver reports the memory use of the whole device,

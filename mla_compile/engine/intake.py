@@ -90,7 +90,8 @@ class Intake:
         ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
         if len(ends) > MAX_STOP_IDS:
             expected = f"at most {MAX_STOP_IDS} ids, the model's end-of-sequence ids included"
-            raise MLAError("stop_token_ids", expected, len(ends), "use stop strings")
+            name = "stop_token_ids" if params.stop_token_ids else "stop_ids"
+            raise MLAError(name, expected, len(ends), "use stop strings")
         check_token_ids("logit_bias", list(params.logit_bias or ()), vocab_size)
         check_min_tokens(params.min_tokens, params.max_tokens or max_new_tokens)
         if params.min_tokens and len(ends) == vocab_size:
@@ -130,7 +131,7 @@ def check_prompt(name: str, prompt: object, *, vocab_size: int, limit: tuple[str
     Raises:
         MLAError: another type, no token, one outside the vocabulary, too many.
     """
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence):
         raise MLAError(name, "a list of token ids", type(prompt).__name__)
     if not prompt:
         raise MLAError(name, "at least one token", "an empty prompt")

@@ -17,7 +17,7 @@ from mla_compile.packing import padded_prompt_tokens
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, SpeculativeDecoder
-from mla_compile.torch_internals import as_varying, eager_until_compiled, with_own_code
+from mla_compile.torch_internals import as_varying, compile_seconds, eager_until_compiled, with_own_code
 
 EAGER_MIXED_STEPS = 16
 """Steps with prompts are compiled after this many steps that mix prompts and decode rows; until then they run eagerly.
@@ -159,14 +159,18 @@ class Steps:
     def compile_parts(self, sampled: bool, *, inference: bool) -> None:
         """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache.
 
-        inference: whether steps run in inference mode, on which compiled code depends.
+        The time counts for the largest bucket. inference: whether steps run in inference mode, on which compiled code
+        depends.
         """
+        bucket = self._captures.bucket(_kind(sampled), (self.sizes[-1], 0, 0, 0))
+        bucket.why_not, before = self._captures.why_not, compile_seconds()
         state = self._allocate(2, sampled)
         with torch.inference_mode(inference), torch.no_grad():
             logits, output = self._compiled[VERIFY](state.without_counts)
             targets, begins = self._decoders[sampled].choose_targets(state, logits), _begins(state, None)
             compiled = self._compiled[f"advance, {_kind(sampled)}"]
             compiled(state, as_varying(targets), output.map(as_varying), as_varying(begins))
+        bucket.compile_seconds += compile_seconds() - before
 
     def _call(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """A decoder's method, compiled on its first call or in the background; `name` identifies it."""

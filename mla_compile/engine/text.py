@@ -209,7 +209,7 @@ def generate(
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(
-        model,
+        find_checkpoint(model, "model"),
         dtype=dtype,
         device=device,
         mtp=loads_mtp(settings),

@@ -1,5 +1,6 @@
 """Capture a call's graph before and after every pass, without running the call."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -8,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, first_line
 from mla_compile.explanation.layers import Layers, find_layers
 from mla_compile.explanation.picture import draw
 from mla_compile.explanation.text import describe
@@ -35,12 +36,16 @@ class Explanation:
         """Write the picture, an SVG, and return its path.
 
         Raises:
-            MLAError: a file name that does not end in .svg.
+            MLAError: a file name that does not end in .svg; a file that cannot be written.
         """
-        path = Path(path)
-        if path.suffix.lower() != ".svg":
-            raise MLAError("path", "a file name that ends in .svg", str(path))
-        path.write_text(draw(self.graphs, self.layers), encoding="utf-8")
+        given: object = path
+        if not isinstance(given, str | Path) or Path(given).suffix.lower() != ".svg":
+            raise MLAError("path", "a file name that ends in .svg", str(given))
+        path = Path(given)
+        try:
+            path.write_text(draw(self.graphs, self.layers), encoding="utf-8")
+        except OSError as error:
+            raise MLAError("path", "a file that can be written", error, str(path)) from error
         return path
 
 
@@ -61,9 +66,16 @@ def explain(
         passes: the passes to run instead of the backend's own, as in `torch.compile(options={"passes": [...]})`.
 
     Raises:
-        MLAError: the call has no tensor operation; a pass fails, or leaves a broken graph.
+        MLAError: `model` cannot be called with the arguments; the call has no tensor operation; a pass fails, or leaves
+            a broken graph.
         torch._dynamo.exc.Unsupported: the call has a graph break; the message explains it.
     """
+    if not callable(model):
+        raise MLAError("model", "a module or a function", repr(model))
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise MLAError("args", "the arguments of a call of the model", first_line(error)) from error
     captured = capture_graph(uncompiled(model), args, kwargs)
     if captured is None:
         raise MLAError("model", "a call with tensor operations", "one without any")

@@ -5,6 +5,7 @@ full of errors costs no more than another.
 """
 
 import json
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -222,6 +223,8 @@ def mistake(error: "ErrorDetails") -> str:
     if error["type"] == "extra_forbidden":
         return "unknown field"
     what = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    what = re.sub(r"^\w+ should have", "expected", what).partition(" after validation")[0]
+    what = re.sub(r"a valid dictionary or instance of \w+", "an object", what)
     return f"{what}, got {_shown(error['input'])}"
 
 

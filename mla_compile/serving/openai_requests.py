@@ -92,7 +92,7 @@ def parse_completion(
     if asked.echo and asked.logprobs is not None:
         raise BadField("echo", "expected false with logprobs, got true")
     if asked.best_of not in (None, params.n):
-        raise BadField("best_of", f"expected n, which is {params.n}, or null")
+        raise BadField("best_of", f"expected n, which is {params.n}, or null, got {asked.best_of}")
     if (choices := len(asked.prompt) * params.n) > limits.max_choices:
         raise BadField("n", f"expected at most {limits.max_choices} choices over all prompts, got {choices}")
     prompts = [

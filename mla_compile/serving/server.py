@@ -1,8 +1,10 @@
 """`mla-compile serve`: one process for HTTP, one for the engine; SIGTERM lets running requests end."""
 
 import asyncio
+import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, first_line
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.origins import listening_at, warn_if_open
 from mla_compile.serving.protocol import BoundedHttp
@@ -36,10 +38,26 @@ class _Uvicorn(uvicorn.Server):
         self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        log_of_uvicorn = logging.getLogger("uvicorn.error")
+        level = log_of_uvicorn.level
+        log_of_uvicorn.setLevel(logging.CRITICAL)  # it has the error that ends it, without the setting's name
+        try:
+            await super().startup(sockets)
+        except SystemExit as end:
+            if not isinstance(end.__context__, OSError):
+                raise
+            self.failure, self.should_exit = self._cannot_listen(end.__context__), True
+        finally:
+            log_of_uvicorn.setLevel(level)
         if not self.should_exit:
             self._limit_stalls()
             self._announcing = asyncio.create_task(self._announce())
+
+    def _cannot_listen(self, error: OSError) -> MLAError:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            got = f"{self.config.port} ({os.strerror(error.errno)})"
+            return MLAError("port", "a free port", got, "0 takes any free one")
+        return MLAError("host", "an address of this machine", f"{self.config.host} ({first_line(error)})")
 
     def _limit_stalls(self) -> None:
         """Let the kernel, where it can, close connections whose clients do not read."""
@@ -112,7 +130,7 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
     """Serve until SIGTERM, which gives running requests `shutdown_seconds`, or until Ctrl-C.
 
     Raises:
-        MLAError: a bad setting. SystemExit: the port is taken, or the engine failed to start.
+        MLAError: a bad setting, such as a port that is taken. SystemExit: the engine failed to start.
     """
     app = create_app(listening_at(host, settings))
     handler = logging.StreamHandler()

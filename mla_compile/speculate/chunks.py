@@ -17,6 +17,7 @@ from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import (
     adjacent_tensors,
     is_marked,
+    mark_sizes,
     mark_state_tensor,
     mark_varying,
     with_shape,
@@ -161,10 +162,8 @@ class PackedChunks:
         token_ids, next_token_ids, last_of_row, of_state, lens, bounds = given
         for tensor in (*given, room) if is_marked(table) else ():
             varying = (0, 1) if tensor is bounds else (0,)
-            if stays:
-                mark_state_tensor(tensor, *varying)
-            for dim in () if stays else varying:
-                mark_varying(tensor, dim)
+            mark = mark_state_tensor if stays else mark_sizes
+            mark(tensor, *varying)
         if is_marked(table):
             mark_varying(host_lens)
         sizes = tokens, chunks, columns // 2 * keys

@@ -39,6 +39,7 @@ MALFORMED = {
     '{"prompt": "a", "max_tokens": 0}': "max_tokens: expected None or an integer >= 1, got 0",
     '{"prompt": "a", "max_tokens": 1.5}': "max_tokens: expected None or an integer >= 1, got 1.5",
     '{"prompt": "a", "stop": [1]}': "stop: expected strings that are not empty, got [1]",
+    '{"prompt": "a", "max_tokens": 2, "min_tokens": 3}': "min_tokens: expected at most max_tokens = 2, got 3",
     '{"prompt": "a", "ignore_eos": 1}': "ignore_eos: expected True or False, got 1",
     '{"prompt": 5}': "expected valid Unicode text",
     '{"prompt": "\\ud800"}': "expected valid Unicode text",
@@ -85,6 +86,10 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "x" * 300], "max_position_embeddings = 256, got 300"),
         (["--prompt", "a", "--max-new-tokens", "0"], "'--max-new-tokens'"),
         (["--prompt", "a", "--max-new-tokens", "many"], "'--max-new-tokens'"),
+        (
+            ["--prompt", "a", "--max-new-tokens", "2", "--min-tokens", "3"],
+            "--min-tokens: expected at most max_tokens",
+        ),
         (["--prompt", "a", "--num-speculative-tokens", "-1"], "'--num-speculative-tokens'"),
         (["--prompt", "a", "--num-speculative-tokens", "99999999"], "'--num-speculative-tokens'"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: expected"),

@@ -109,3 +109,14 @@ def check_change_over(eager_calls: list[str]) -> None:
         assert request.completion.token_ids == tokens[0]
         assert eager_calls == [], "every step without prompts ran compiled"
     assert compile_counters()["graphs"] - before == 3, "no step compiled by itself"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unlowered")
+def test_a_warm_up_reports_the_time_to_compile() -> None:
+    buckets = engine(1, one_layer_model(torch.float32), compile=None, max_rows=3).warm_up().buckets
+    assert [(bucket.step, bucket.rows, bucket.why_not) for bucket in buckets] == [
+        ("greedy", 3, "the device is cpu"),
+        ("sampled", 3, "the device is cpu"),
+    ]
+    assert all(bucket.compile_seconds > 0 for bucket in buckets)

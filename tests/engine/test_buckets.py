@@ -502,6 +502,23 @@ def test_long_steps_keep_no_tensors_and_share_buckets(monkeypatch: pytest.Monkey
     assert buckets == {64: None} | long
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("unlowered", "compiled_mixed_steps")
+@pytest.mark.parametrize("lengths", [(200, 3), (3, 200)])
+def test_long_and_short_steps_share_compiled_code(
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FittedConfig, "captured_prompt_tokens", 64)
+    size = {"max_rows": 2, "max_model_len": 300, "max_tokens_per_step": 300}
+    mine = engine(1, one_layer_model(torch.float32), compile=True, **size)
+    mine._launcher.steps.warms_prompts = True
+    counts = []
+    for length in (*lengths, *lengths):
+        mine.generate([[1 + length % 7] * length], max_new_tokens=3)
+        counts.append(compile_counters()["graphs"])
+    assert len(set(counts)) == 1
+
+
 @pytest.mark.usefixtures("compiled_mixed_steps")
 @pytest.mark.parametrize(("max_model_len", "after_keys"), [(64, []), (3000, [(16, 2048), (16, 4096)])])
 def test_warming_up_runs_each_size_of_prompts_and_few_tokens_after_each_number_of_keys(

@@ -371,6 +371,8 @@ def test_a_request_has_at_most_64_stop_ids() -> None:
     assert len(intake.request([1], params, 8, range(44), None).stop_ids) == MAX_STOP_IDS
     with pytest.raises(MLAError, match=r"^stop_token_ids: expected at most 64 ids, .* included, got 65"):
         intake.request([1], params, 8, [*range(44), 500], None)
+    with pytest.raises(MLAError, match=r"^stop_ids: expected at most 64 ids, .* included, got 65"):
+        intake.request([1], SamplingParams(), 8, range(65), None)
 
 
 @pytest.mark.parametrize(

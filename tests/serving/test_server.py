@@ -554,6 +554,20 @@ def test_an_engine_that_cannot_be_started_is_one_line() -> None:
         assert server.log[-1] == "mla-compile: the engine failed: its process exited with status -9\n"
 
 
+def test_where_it_cannot_listen_it_names_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with served("--port", str(port)) as server:
+            assert server.ends() == 2
+            expected = (
+                f"--port: expected a free port, got {port} (Address already in use); 0 takes any free one"
+            )
+            assert server.log[-1] == f"mla-compile: {expected}\n" and "Errno" not in "".join(server.log)
+    with served("--host", "999.1.1.1") as server:
+        assert server.ends() == 2
+        assert "--host: expected an address of this machine, got 999.1.1.1 (" in server.log[-1]
+
+
 def test_a_mistake_in_the_flags_is_one_line() -> None:
     with served("--num-pages", "5") as server:
         assert server.ends() == 2
