@@ -38,17 +38,12 @@ class _Uvicorn(uvicorn.Server):
         self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        log_of_uvicorn = logging.getLogger("uvicorn.error")
-        level = log_of_uvicorn.level
-        log_of_uvicorn.setLevel(logging.CRITICAL)  # it has the error that ends it, without the setting's name
         try:
             await super().startup(sockets)
         except SystemExit as end:
             if not isinstance(end.__context__, OSError):
                 raise
             self.failure, self.should_exit = self._cannot_listen(end.__context__), True
-        finally:
-            log_of_uvicorn.setLevel(level)
         if not self.should_exit:
             self._limit_stalls()
             self._announcing = asyncio.create_task(self._announce())
@@ -137,7 +132,9 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
     handler.setFormatter(_Printable("mla-compile: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mla_compile.serving").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every invalid HTTP request
+    log_of_uvicorn = logging.getLogger("uvicorn.error")
+    log_of_uvicorn.setLevel(logging.ERROR)  # it warns of every invalid HTTP request
+    log_of_uvicorn.addFilter(lambda record: not isinstance(record.msg, OSError))  # see `_cannot_listen`
     warn_if_open(host, settings)
     config = uvicorn.Config(
         app,
