@@ -1,6 +1,7 @@
 """Errors that a caller can fix, and failures of a single request."""
 
 import asyncio
+import re
 from math import inf
 
 
@@ -32,6 +33,13 @@ def check_integer(name: str, value: object, least: int, most: float = inf) -> No
 def first_line(error: BaseException) -> str:
     """Another library's error message on one line, cut to 300 characters; the error's type if it has no message."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def of_pydantic(message: str) -> str:
+    """A message of pydantic about a value in the words of `MLAError`: "expected ...", if it says what was expected."""
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
+    message = re.sub(r"^\w+ should have", "expected", message).partition(" after validation")[0]
+    return re.sub(r"a valid dictionary or instance of \w+", "an object", message)
 
 
 class RequestError(Exception):

@@ -207,10 +207,14 @@ def padded_prompt_tokens(count: int, most: int | None = None, longest: int | Non
     Each size is captured separately. There are few: four per factor of two, and below 128 the multiples of 16. More
     than `longest` tokens are not captured, and are padded to a multiple of 128.
     """
-    is_long = longest is not None and count > longest
-    unit = 128 if is_long else 1 << max(4, (count - 1).bit_length() - 3)
+    unit = _unit_above(count - 1, longest)
     size = -(-count // unit) * unit
     return most if most is not None and max(count, MIN_TOKENS) <= most < size else size
+
+
+def _unit_above(count: int, longest: int | None) -> int:
+    """What divides the padded sizes around `count`, up to the next larger one. longest: a multiple of 128."""
+    return 128 if longest is not None and count >= longest else 1 << max(4, count.bit_length() - 3)
 
 
 def prompt_sizes(most: int) -> list[int]:
@@ -241,7 +245,7 @@ def prompt_shapes(most: int, capacity: int) -> list[tuple[int, int]]:
 
 def fitting_prompt_tokens(room: int, longest: int) -> int:
     """The largest padded size that is at most `room`; `room` itself if all are larger."""
-    unit = 128 if room >= longest + 128 else 1 << max(4, room.bit_length() - 3)
+    unit = _unit_above(room, longest)
     return room // unit * unit or room
 
 

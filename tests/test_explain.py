@@ -304,3 +304,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Pa
         explanation.save(tmp_path / "none" / "a.svg")
     with pytest.raises(MLAError, match=r"^path: expected a file name that ends in .svg, got 3"):
         explanation.save(3)  # type: ignore[arg-type]
+
+
+def test_a_function_without_a_signature_is_explained() -> None:
+    assert len(explain(torch.add, torch.ones(2), torch.ones(2)).graphs["captured"].graph.nodes) == 4

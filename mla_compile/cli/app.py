@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 import mla_compile
 from mla_compile.cli import streams
 from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, of_pydantic
 from mla_compile.suggest import did_you_mean
 
 # typer's base class of usage errors, which typer does not export by name.
@@ -121,12 +121,9 @@ def _add_value(error: Any) -> None:
     """Say what came in place of a flag's value, in the words of the other errors, if typer's error has it."""
     details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     if len(details) == 1 and {"msg", "input"} <= details[0].keys():
-        expected = re.sub("^Input should be (?=greater|less)", "expected a number ", details[0]["msg"])
-        expected = expected.replace("Input should be", "expected").partition(", unable to")[0]
-        if expected.startswith("expected"):
-            error.message = f"{expected}, got {details[0]['input']!r}"
-        else:
-            error.message = expected.removeprefix("Value error, ").rstrip(".")
+        what = of_pydantic(details[0]["msg"]).partition(", unable to")[0].rstrip(".")
+        what = re.sub("^expected (?=greater|less)", "expected a number ", what)
+        error.message = f"{what}, got {details[0]['input']!r}" if what.startswith("expected") else what
 
 
 def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:

@@ -56,8 +56,9 @@ def complete(
         prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling(checkpoint.model.default_sampling) for each in given]
     for each, params in zip(given, sampling, strict=True):
-        name = "min_tokens" if each.line is None else f"{each.name}: min_tokens"
-        check_min_tokens(params.min_tokens, params.max_tokens or max_new_tokens, name)
+        if each.line is not None:  # else the engine's error becomes the flag's
+            name = f"{each.name}: min_tokens"
+            check_min_tokens(params.min_tokens, params.max_tokens or max_new_tokens, name)
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
     # Steps of other requests than the first, and those with grammars, are compiled on first use.

@@ -73,10 +73,10 @@ def explain(
     if not callable(model):
         raise MLAError("model", "a module or a function", repr(model))
     try:
-        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
-    except TypeError as error:
-        raise MLAError("args", "the arguments of a call of the model", first_line(error)) from error
-    captured = capture_graph(uncompiled(model), args, kwargs)
+        captured = capture_graph(uncompiled(model), args, kwargs)
+    except Exception:
+        _check_arguments(model, args, kwargs)
+        raise
     if captured is None:
         raise MLAError("model", "a call with tensor operations", "one without any")
     gm, example_inputs = captured
@@ -86,3 +86,13 @@ def explain(
             names = (f"{applied.name} {number}" if number > 1 else applied.name for number in count(1))
             graphs[next(name for name in names if name not in graphs)] = copy_graph(result)
     return Explanation(graphs, find_layers(graphs))
+
+
+def _check_arguments(model: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise `MLAError` if a call that has failed lacks arguments, or has too many."""
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise MLAError("args", "the arguments of a call of the model", first_line(error)) from error
+    except ValueError:  # a built-in function without a signature
+        return

@@ -5,7 +5,6 @@ full of errors costs no more than another.
 """
 
 import json
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -18,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from mla_compile.errors import of_pydantic
 from mla_compile.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -222,10 +222,7 @@ def mistake(error: "ErrorDetails") -> str:
         return "expected a value, got none"
     if error["type"] == "extra_forbidden":
         return "unknown field"
-    what = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    what = re.sub(r"^\w+ should have", "expected", what).partition(" after validation")[0]
-    what = re.sub(r"a valid dictionary or instance of \w+", "an object", what)
-    return f"{what}, got {_shown(error['input'])}"
+    return f"{of_pydantic(error['msg'])}, got {_shown(error['input'])}"
 
 
 def _shown(value: object) -> str:

@@ -39,6 +39,7 @@ MALFORMED = {
     '{"prompt": "a", "max_tokens": 0}': "max_tokens: expected None or an integer >= 1, got 0",
     '{"prompt": "a", "max_tokens": 1.5}': "max_tokens: expected None or an integer >= 1, got 1.5",
     '{"prompt": "a", "stop": [1]}': "stop: expected strings that are not empty, got [1]",
+    '{"prompt": "a", "min_tokens": 999}': "min_tokens: expected at most max_tokens = ",
     '{"prompt": "a", "max_tokens": 2, "min_tokens": 3}': "min_tokens: expected at most max_tokens = 2, got 3",
     '{"prompt": "a", "ignore_eos": 1}': "ignore_eos: expected True or False, got 1",
     '{"prompt": 5}': "expected valid Unicode text",

@@ -338,6 +338,7 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
         (lambda e: e.add([1, VOCAB]), r"^prompt: expected token ids in \[0, 40\), got 40"),
         (lambda e: e.add([1, -1]), "^prompt: expected token ids"),
         (lambda e: e.add("text"), "^prompt: expected a list of token ids, got str"),
+        (lambda e: e.add(b"ab"), "^prompt: expected a list of token ids, got bytes"),
         (lambda e: e.add([1], SamplingParams(temperature=math.nan)), "^temperature: "),
         (lambda e: e.add([1], SamplingParams(max_tokens=0)), "^max_tokens: "),
         (lambda e: e.add([1], SamplingParams(stop="")), "^stop: expected strings that are not empty"),

@@ -227,6 +227,7 @@ def test_exact_tokens_and_logprobs_do_not_depend_on_the_batch(checkpoint: Path) 
         ({"dtype": "bfloat16"}, "^dtype: expected a float dtype: .*, got .bfloat16.; .*torch.bfloat16"),
         ({"path": 3}, "^path: expected a checkpoint's directory, got 3"),
         ({"path": None}, "^path: expected a checkpoint's directory, got None"),
+        ({"path": ""}, "^path: expected a checkpoint's directory, got an empty path"),
         ({"quantize": "fp8", "dequantize": True}, "^quantize, dequantize: expected one of the two, got both"),
     ],
     ids=str,
