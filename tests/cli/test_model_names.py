@@ -106,7 +106,7 @@ def test_what_is_no_name_is_a_directory(cache: Path, generate: Run, path: str) -
 
 
 def test_what_is_no_path_is_an_error_of_the_argument() -> None:
-    with pytest.raises(MLAError, match="^model: expected a checkpoint's directory, got 5"):
+    with pytest.raises(MLAError, match=r"^model: expected a checkpoint's directory, got 5$"):
         mla_compile.generate(["hello"], model=5)  # type: ignore[arg-type]
 
 
