@@ -69,23 +69,31 @@ def rotate_heads(queries, angles, token, block, S: tl.constexpr):
     HALF: tl.constexpr = S.HALF
     head = block * S.BLOCK_HEADS + tl.arange(0, S.BLOCK_HEADS)
     pair = tl.arange(0, S.BLOCK_HALF)
+    column = tl.arange(0, 2 * S.BLOCK_HALF)
     inside = (head < queries.heads)[:, None] & (pair < HALF)[None, :]
+    whole = (head < queries.heads)[:, None] & (column < 2 * HALF)[None, :]
     row = queries.q_pe + token * queries.token_stride + head[:, None] * queries.head_stride
     dtype = queries.q_pe.dtype.element_ty
 
-    first_in = 2 * pair if S.INTERLEAVED_IN else pair
-    second_in = first_in + (1 if S.INTERLEAVED_IN else HALF)
-    a = tl.load(row + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(row + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    if S.INTERLEAVED_IN:  # one access to a head is wider than one to every other column
+        both = tl.load(row + column[None, :], mask=whole, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, [S.BLOCK_HEADS, S.BLOCK_HALF, 2]))
+    else:
+        a = tl.load(row + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(row + HALF + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, S)
     cos_a, sin_a, cos_b, sin_b = cos_a[None, :], sin_a[None, :], cos_b[None, :], sin_b[None, :]
     if S.INTERLEAVED_IN != S.INTERLEAVED_OUT:
         tl.debug_barrier()  # a thread writes where another one must have read
-    first_out = 2 * pair if S.INTERLEAVED_OUT else pair
-    second_out = first_out + (1 if S.INTERLEAVED_OUT else HALF)
     # Explicit, so that all kernels that inline this round alike.
-    tl.store(row + first_out[None, :], tl.fma(a, cos_a, -(b * sin_a)).to(dtype), mask=inside)
-    tl.store(row + second_out[None, :], tl.fma(b, cos_b, a * sin_b).to(dtype), mask=inside)
+    first = tl.fma(a, cos_a, -(b * sin_a)).to(dtype)
+    second = tl.fma(b, cos_b, a * sin_b).to(dtype)
+    if S.INTERLEAVED_OUT:
+        both = tl.reshape(tl.join(first, second), [S.BLOCK_HEADS, 2 * S.BLOCK_HALF])
+        tl.store(row + column[None, :], both, mask=whole)
+    else:
+        tl.store(row + pair[None, :], first, mask=inside)
+        tl.store(row + HALF + pair[None, :], second, mask=inside)
 
 
 def rotation_of(
