@@ -1,9 +1,9 @@
 """Experts of many tokens on Hopper, in Gluon: some warps load while others multiply.
 
-A program runs on each multiprocessor and takes one tile after the other: the tokens of an expert by 128 columns of gate
+A program runs on each multiprocessor and takes one tile after the other: 128 tokens of an expert by 128 columns of gate
 and the same ones of up, or by 256 columns of down. Four warps load weights with the bulk copy engine and gathered
-tokens with `cp.async`. Two or three groups of four warps multiply 64 tokens each. So no warp waits for a copy, and while
-one group scales FP8 sums or writes results, the others multiply.
+tokens with `cp.async`. Two groups of four warps multiply 64 tokens each. So no warp waits for a copy, and while one
+group scales FP8 sums or writes results, the other one multiplies.
 
 The launches and their results are those of `moe_rounded` in `moe.py`, for FP8 weights of `moe_fp8.py`, to the bit.
 """
@@ -33,8 +33,14 @@ from mla_compile.ops.gluon import barrier
 from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, quantized
 
+TOKENS = gl.constexpr(128)
+"""Tokens of a tile."""
 COLUMNS = gl.constexpr(128)
-"""Columns of each of a tile's two products."""
+"""Columns of each of its two products."""
+_REGISTERS = gl.constexpr(224)
+"""Of each thread that multiplies; 56 remain for loading."""
+
+
 _WIDE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
@@ -60,7 +66,6 @@ class Constants(NamedTuple):
     PARTS: int  # vectors of a token: two or one if FP8, else one
     DEPTH: int  # columns of tokens and weights in a buffer
     STAGES: int  # buffers
-    GROUPS: int  # of four warps, which multiply 64 tokens of a tile each
 
 
 class Arguments(NamedTuple):
@@ -85,7 +90,7 @@ class Arguments(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory, and the barriers of its stages."""
 
-    x: Any  # [STAGES * GROUPS * vectors, 64, DEPTH]
+    x: Any  # [vectors * STAGES, TOKENS, DEPTH]
     w: Any  # [STAGES, 2 * COLUMNS, DEPTH]: the columns of gate, then of up, or all of down
     loaded: Any
     used: Any
@@ -125,7 +130,6 @@ def _work(call, S: gl.constexpr):
     expert = gl.arange(0, S.BLOCK_E, layout=layout)
     begin = gl.load(call.starts + expert, mask=expert < call.experts, other=0)
     end = gl.load(call.starts + expert + 1, mask=expert < call.experts, other=0)
-    TOKENS: gl.constexpr = 64 * S.GROUPS
     ends = gl.associative_scan((end - begin + TOKENS - 1) // TOKENS * _column_tiles(S), 0, _plus)
     shared = S.SHARED * ((call.tokens + TOKENS - 1) // TOKENS) * _column_tiles(S)
     return Work(ends, shared, shared + gl.max(ends, 0))
@@ -134,7 +138,6 @@ def _work(call, S: gl.constexpr):
 @gluon.jit
 def _tile(call, S: gl.constexpr, work, number):
     """Tiles of the same columns are consecutive: one read of the weights."""
-    TOKENS: gl.constexpr = 64 * S.GROUPS
     nth = number - work.shared
     expert = gl.sum((work.ends <= nth).to(gl.int32), 0)
     nth -= gl.max(gl.where(work.ends <= nth, work.ends, 0), 0)
@@ -186,25 +189,18 @@ def _load(call, S: gl.constexpr, weights, buffers):
     """Load the tokens and weights of all tiles, as buffers become free."""
     w, shared_w, shared_w_2 = weights
     PARTS: gl.constexpr = S.PARTS
-    GROUPS: gl.constexpr = S.GROUPS
     BYTES: gl.constexpr = 2 * COLUMNS * S.DEPTH * (1 if S.FP8 else 2)
     layout: gl.constexpr = gl.BlockedLayout([1, 16 if S.FP8 else 8], [4, 8], [4, 1], [1, 0])
     k = gl.arange(0, S.DEPTH, layout=gl.SliceLayout(0, layout))
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    i = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
     work = _work(call, S)
     number = gl.program_id(0)
     stage = 0
     phase = 1
     while number < work.tiles:
         tile = _tile(call, S, work, number)
-        row_0, inside_0 = _matrix_rows(call, S, tile, i)
-        row_1, inside_1 = _matrix_rows(call, S, tile, 64 + i)
-        rows = row_0, row_1
-        inside = inside_0, inside_1
-        if GROUPS == 3:
-            row_2, inside_2 = _matrix_rows(call, S, tile, 128 + i)
-            rows = row_0, row_1, row_2
-            inside = inside_0, inside_1, inside_2
+        row, inside = _matrix_rows(call, S, tile, i)
+        at = call.x + (row.to(gl.int64) * call.x_stride)[:, None] + k[None, :]
         shared = -1 - tile.expert
         if S.GATE_UP:
             first = tile.expert * (2 * S.WIDTH) + tile.column * COLUMNS
@@ -231,14 +227,12 @@ def _load(call, S: gl.constexpr, weights, buffers):
                 tma.async_copy_global_to_shared(
                     shared_w, [at_shared + COLUMNS, shared * S.K + start], loaded, right
                 )
-            for group in gl.static_range(GROUPS):
-                at = call.x + (rows[group].to(gl.int64) * call.x_stride + start)[:, None] + k[None, :]
-                for part in gl.static_range(PARTS):
-                    async_copy.async_copy_global_to_shared(
-                        buffers.x.index((GROUPS * stage + group) * PARTS + part),
-                        at + part * call.x_rows.to(gl.int64) * S.K,
-                        mask=inside[group][:, None],
-                    )
+            for part in gl.static_range(PARTS):
+                async_copy.async_copy_global_to_shared(
+                    buffers.x.index(PARTS * stage + part),
+                    at + (start + part * call.x_rows.to(gl.int64) * S.K),
+                    mask=inside[:, None],
+                )
             async_copy.mbarrier_arrive(loaded, increment_count=False)
             stage, phase = _next(stage, phase, S)
         number += gl.num_programs(0)
@@ -288,8 +282,8 @@ def _products_fp8(call, S: gl.constexpr, tile, row, inside, buffers, stage, phas
         next_second = gl.load(of_second + block + 1, mask=more, other=0.0)
         mbarrier.wait(buffers.loaded.index(stage), phase)
         fence_async_shared()
-        large = buffers.x.index((S.GROUPS * stage + GROUP) * S.PARTS)
-        last = buffers.x.index((S.GROUPS * stage + GROUP) * S.PARTS + S.PARTS - 1)
+        large = buffers.x.index(S.PARTS * stage).slice(GROUP * 64, 64, dim=0)
+        last = buffers.x.index(S.PARTS * stage + S.PARTS - 1).slice(GROUP * 64, 64, dim=0)
         left = buffers.w.index(stage).slice(0, COLUMNS, dim=0).permute((1, 0))
         right = buffers.w.index(stage).slice(COLUMNS, COLUMNS, dim=0).permute((1, 0))
         product = gl.zeros([64, COLUMNS], gl.float32, layout)
@@ -311,26 +305,26 @@ def _products_fp8(call, S: gl.constexpr, tile, row, inside, buffers, stage, phas
 
 @gluon.jit
 def _products(S: gl.constexpr, buffers, stage, phase, GROUP: gl.constexpr):
-    """`_products_fp8` in bfloat16."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    first = gl.zeros([64, COLUMNS], gl.float32, layout)
-    second = gl.zeros([64, COLUMNS], gl.float32, layout)
+    """`_products_fp8` in bfloat16: one instruction multiplies by both, so it reads the tokens once."""
+    both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
+    one: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    result = gl.zeros([64, 2 * COLUMNS], gl.float32, both)
     for start in range(0, S.K, S.DEPTH):
         mbarrier.wait(buffers.loaded.index(stage), phase)
         fence_async_shared()
-        x = buffers.x.index(S.GROUPS * stage + GROUP)
-        left = buffers.w.index(stage).slice(0, COLUMNS, dim=0).permute((1, 0))
-        right = buffers.w.index(stage).slice(COLUMNS, COLUMNS, dim=0).permute((1, 0))
-        first = warpgroup_mma(x, left, first, is_async=True)
-        second = warpgroup_mma(x, right, second, is_async=True)
-        first, second = warpgroup_mma_wait(2, deps=[first, second])  # the products before have ended
+        x = buffers.x.index(stage).slice(GROUP * 64, 64, dim=0)
+        result = warpgroup_mma(x, buffers.w.index(stage).permute((1, 0)), result, is_async=True)
+        result = warpgroup_mma_wait(1, deps=[result])  # the product before has ended
         if start > 0:
             barrier()
             mbarrier.arrive(buffers.used.index(_before(stage, S)), count=1)
         stage, phase = _next(stage, phase, S)
-    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    result = warpgroup_mma_wait(0, deps=[result])
     barrier()
     mbarrier.arrive(buffers.used.index(_before(stage, S)), count=1)
+    first, second = result.reshape([64, 2, COLUMNS]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(first, one, assert_trivial=True)
+    second = gl.convert_layout(second, one, assert_trivial=True)
     return first, second, stage, phase
 
 
@@ -429,37 +423,25 @@ def grouped_kernel(
     DTYPE: gl.constexpr = gl.float8e4nv if S.FP8 else gl.bfloat16
     STAGES: gl.constexpr = S.STAGES
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8 if S.FP8 else 16)
-    of_tokens = gl.allocate_shared_memory(DTYPE, [STAGES * S.GROUPS * S.PARTS, 64, S.DEPTH], swizzled)
+    of_tokens = gl.allocate_shared_memory(DTYPE, [S.PARTS * STAGES, TOKENS, S.DEPTH], swizzled)
     of_weights = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * COLUMNS, S.DEPTH], swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(loaded.index(stage), count=129)  # the threads that load, and `expect`
-        mbarrier.init(used.index(stage), count=S.GROUPS)
+        mbarrier.init(used.index(stage), count=2)  # the groups that multiply
     fence_async_shared()
     barrier()
     buffers = Buffers(of_tokens, of_weights, loaded, used)
-    if S.GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_load, (call, S, (w, shared_w, shared_w_2), buffers)),
-                (_multiply, (call, S, buffers, 0)),
-                (_multiply, (call, S, buffers, 1)),
-            ],
-            [4, 4],
-            [224, 224],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_load, (call, S, (w, shared_w, shared_w_2), buffers)),
-                (_multiply, (call, S, buffers, 0)),
-                (_multiply, (call, S, buffers, 1)),
-                (_multiply, (call, S, buffers, 2)),
-            ],
-            [4, 4, 4],
-            [160, 160, 160],
-        )
+    gl.warp_specialize(
+        [
+            (_load, (call, S, (w, shared_w, shared_w_2), buffers)),
+            (_multiply, (call, S, buffers, 0)),
+            (_multiply, (call, S, buffers, 1)),
+        ],
+        [4, 4],
+        [_REGISTERS, _REGISTERS],
+    )
 
 
 def _boxes(weight: Tensor | None, depth: int) -> TensorDescriptor | None:
@@ -483,9 +465,9 @@ def moe_grouped(operands: ExpertOperands, *, parts: int = 2) -> Tensor:
     pairs, programs = topk_ids.numel(), device_of(x).multiprocessors
     results = pairs + shared * tokens
     block_e = max(32, power_of_two(experts))
-    parts, depth, stages, groups = (parts, 128, 5 - parts, 2) if is_fp8 else (1, 64, 4, 3)
+    parts, depth, stages = (parts, 128, 5 - parts) if is_fp8 else (1, 64, 4)
     topk = topk_ids.shape[1]
-    of_gate_up = Constants(hidden, intermediate, topk, shared, block_e, True, is_fp8, parts, depth, stages, groups)
+    of_gate_up = Constants(hidden, intermediate, topk, shared, block_e, True, is_fp8, parts, depth, stages)
     of_down = of_gate_up._replace(K=intermediate, WIDTH=hidden, GATE_UP=False)
 
     scales = activated_scales = None
