@@ -408,7 +408,7 @@ class Engine:
 
     def _enqueue(self, request: Request) -> None:
         with self._lock:
-            self._check_caches(layers=True)
+            self._check_caches(layers=not self._scheduler.num_waiting)
             self._scheduler.check_size(request)
             with self._whole_or_nothing():
                 self._scheduler.add(request)
@@ -422,7 +422,7 @@ class Engine:
             self.step()
 
     def _check_caches(self, *, layers: bool = False) -> None:
-        """layers: also check the model's list of layers; done for each request, as it is too slow for each step."""
+        """layers: also check the model's list of layers, too slow for each step; done if no other request waits."""
         if self._is_closed:
             raise MLAError("engine", "an open engine", "a closed one", "make another")
         if not self._caches.are_in_place() or (layers and not self._caches.are_of_all_layers()):

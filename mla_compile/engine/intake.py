@@ -138,9 +138,9 @@ def check_prompt(name: str, prompt: object, *, vocab_size: int, limit: tuple[str
     if len(prompt) >= limit[1]:
         expected = f"fewer tokens than {limit[0]} = {limit[1]}"
         raise MLAError(name, expected, len(prompt), "shorten the prompt")
-    for token in prompt:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
+    if {*map(type, prompt)} != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:  # faster than a loop
+        wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab_size)
+        raise MLAError(name, f"token ids in [0, {vocab_size})", repr(wrong))
     return prompt
 
 

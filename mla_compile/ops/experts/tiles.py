@@ -50,6 +50,8 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
             return ProductTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
         tokens = min(128, power_of_two(wanted))
         return ProductTiles(tokens, columns=128 // products, depth=64, warps=tokens // 16, stages=3)
+    if products == 1 and pairs <= 8 * experts:
+        return ProductTiles(16, columns=32, depth=256, warps=1, stages=3)
     tokens = 16 if pairs <= 8 * experts else 32
     return ProductTiles(tokens, columns=32, depth=128, warps=2 * products, stages=4)
 
@@ -93,8 +95,10 @@ def fp8_product_tiles(pairs: int, experts: int, parts: int) -> tuple[ProductTile
     parts: the FP8 vectors of a token.
     """
     if pairs <= 16 * experts:
-        gate_up = ProductTiles(16, columns=128, depth=128, warps=4, stages=3)
-        return gate_up, ProductTiles(16, columns=64, depth=128, warps=4, stages=3)
+        # Programs that have a multiprocessor alone get more stages; three of gate and up fit one with two stages.
+        stages = 4 if pairs <= 8 else 2 if 16 < pairs <= 32 else 3
+        gate_up = ProductTiles(16, columns=128, depth=128, warps=4, stages=stages)
+        return gate_up, ProductTiles(16, columns=64, depth=128, warps=4, stages=4 if pairs <= 16 else 3)
     if parts == 2 and pairs > 96 * experts:
         both = ProductTiles(128, columns=128, depth=128, warps=8, stages=3)
         return both, both
