@@ -8,8 +8,8 @@
 
 GLM-4.7-Flash's shape, 47 layers and the MTP layer, random weights with variance 1 / fan-in. Each system, kind of
 weights and number of drafts runs in a process of its own, one after the other, and the output has one row for each of
-these and each number of rows: a run replaces the rows that it measures. With drafts vLLM runs with each of `--runners`;
-the row is of the faster one ("0" for its V1 model runner, "1" for V2) and has the other's figure.
+these, each number of rows and each kind of card: a run replaces the rows that it measures. With drafts vLLM runs with
+each of `--runners`; the row is of the faster one ("0" for its V1 model runner, "1" for V2) and has the other's figure.
 
 `steps`: about 1,000 tokens a row. Beside `prompts` our prompts run compiled, else eagerly. `ms_per_step` is the median
 time between the results of two steps in which all rows decode; the floor is that of `benchmarks.fp8_step`. `prompts`:
@@ -58,13 +58,13 @@ from benchmarks.http_client import Connection, connected
 from benchmarks.measuring import DEVICE, figures, floor_bytes, read_bandwidth
 from benchmarks.processes import ProcessFailed, meet, module_command, run, send_row
 from benchmarks.random_weights import TINY, Weights, meta_model_of, random_model, settings_of
-from benchmarks.reporting import add_row, command_parser, drop_rows, with_known_rows
+from benchmarks.reporting import add_row, card_name, command_parser, drop_rows, with_known_rows
 from benchmarks.server import server, started
 from mla_compile import Engine, MLABatch, SamplingParams, prefill_segment
 
 FIGURES = {"steps": "ms_per_step", "prompts": "ms", "servers": "tokens_per_s"}
 """The figure of each part that tells the faster runner."""
-KEYS = ("part", "system", "weights", "drafts", "rows")
+KEYS = ("part", "system", "weights", "drafts", "rows", "device")
 """They identify a row of the output."""
 FP8_ACTIVATIONS = "fp8_activations"
 """FP8 weights with the engine's option of this name."""
@@ -370,18 +370,23 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Bars of both systems for each case; a stroke is the floor of a step."""
     import matplotlib.pyplot as plt
 
+    def case_of(row: dict[str, Any]) -> tuple[str, int, int, str]:
+        return row["weights"], row["drafts"], row["rows"], card_name(row["device"])
+
     parts = [part for part in FIGURES if any(row["part"] == part for row in report["rows"])]
     figure, panels = plt.subplots(1, len(parts), figsize=(5.5 * len(parts), 5), squeeze=False)
     for part, axes in zip(parts, panels[0], strict=True):
         rows = [row for row in report["rows"] if row["part"] == part]
-        cases = sorted({(row["weights"], row["drafts"], row["rows"]) for row in rows})
+        cases = sorted({case_of(row) for row in rows})
         for offset, system, name in ((-0.2, "vllm", "vLLM"), (0.2, "ours", "mla-compile")):
             own = [row for row in rows if row["system"] == system]
-            places = [cases.index((row["weights"], row["drafts"], row["rows"])) + offset for row in own]
+            places = [cases.index(case_of(row)) + offset for row in own]
             axes.barh(places, [row[FIGURES[part]] for row in own], 0.4, label=name)
             floors = [row.get("floor_ms", float("nan")) for row in own]
             axes.scatter(floors, places, marker="|", color="black", s=40)
-        labels = [f"{weights}, {drafts} drafts, {count} rows" for weights, drafts, count in cases]
+        labels = [
+            f"{weights}, {drafts} drafts, {count} rows, {card}" for weights, drafts, count, card in cases
+        ]
         axes.set_yticks(range(len(cases)), labels, fontsize=8)
         axes.invert_yaxis()
         axes.set_xscale("log")

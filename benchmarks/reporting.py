@@ -5,6 +5,7 @@ A report has rows of JSON, printed and written to a file, each with the commit t
 
 import argparse
 import json
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,11 @@ def commit() -> str:
     return subprocess.run(
         command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()
+
+
+def card_name(device: str) -> str:
+    """A GPU's name in short: "H100"."""
+    return re.sub(r"NVIDIA (\w+).*", r"\1", device)
 
 
 def add_row(report: dict[str, Any], row: dict[str, Any], output: Path | None) -> None:

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import command_parser
+from benchmarks.reporting import card_name, command_parser
 from stress.sanitize import summaries
 
 ROOT = Path(__file__).parents[1]
@@ -944,8 +944,8 @@ COMPARED = {
 """Each part in words, and the figures in which `peers_ratios` compares it."""
 
 
-PeerRows = dict[tuple[str, str, int], dict[int, dict[str, dict[str, Any]]]]
-"""By part, weights and drafts, by rows, by system."""
+PeerRows = dict[tuple[str, str, int, str], dict[int, dict[str, dict[str, Any]]]]
+"""By part, weights, drafts and card, by rows, by system."""
 
 
 def _peers() -> tuple[str, PeerRows]:
@@ -955,31 +955,25 @@ def _peers() -> tuple[str, PeerRows]:
     systems = {f"torch {row['torch']}" for row in rows}, {f"{row['system']} {row['version']}" for row in rows}
     found: PeerRows = {}
     for row in sorted(rows, key=lambda row: (list(PEERS).index(row["part"]), row["weights"], row["drafts"])):
-        of_case = found.setdefault((row["part"], row["weights"], row["drafts"]), {})
+        of_case = found.setdefault((row["part"], row["weights"], row["drafts"], card_name(row["device"])), {})
         of_case.setdefault(row["rows"], {})[row["system"]] = row
-    for (part, weights, drafts), by_rows in found.items():
+    for (part, weights, drafts, card), by_rows in found.items():
         if weights == "fp8_activations":  # as vLLM's FP8 always has them
             for count, of in by_rows.items():
                 of |= {
                     k: v
-                    for k, v in found.get((part, "fp8", drafts), {}).get(count, {}).items()
+                    for k, v in found.get((part, "fp8", drafts, card), {}).get(count, {}).items()
                     if k == "vllm"
                 }
     return ", ".join([cards, *chain.from_iterable(map(sorted, systems))]), found
 
 
 def _times_faster(figure: str, of: dict[str, dict[str, Any]]) -> float | None:
-    """How many times as fast as vLLM this package is; None unless both were measured on the same card."""
-    if len(of) < 2 or of["vllm"]["device"] != of["ours"]["device"]:
+    """How many times as fast as vLLM this package is; None unless both were measured."""
+    if len(of) < 2:
         return None
     ratio: float = of["vllm"][figure] / of["ours"][figure]
     return 1 / ratio if figure == "tokens_per_s" else ratio
-
-
-def _card(of: dict[str, dict[str, Any]]) -> str:
-    """In short: "H100"; of vLLM's and ours, if they differ."""
-    names = dict.fromkeys(of[system]["device"] for system in ("vllm", "ours") if system in of)
-    return ", ".join(re.sub(r"NVIDIA (\w+).*", r"\1", name) for name in names)
 
 
 def peers_ratios() -> str:
@@ -987,7 +981,7 @@ def peers_ratios() -> str:
     who, found = _peers()
     counts = sorted({count for by_rows in found.values() for count in by_rows})
     lines, ratios = [], list[float]()
-    for (part, weights, drafts), by_rows in found.items():
+    for (part, weights, drafts, card), by_rows in found.items():
         words, figures = COMPARED[part]
         of_rows = {
             count: of_count
@@ -995,13 +989,12 @@ def peers_ratios() -> str:
             if (of_count := [ratio for figure in figures if (ratio := _times_faster(figure, of))])
         }
         if of_rows:
-            cards = dict.fromkeys(_card(by_rows[count]) for count in of_rows)
             what = f"{words}, {PEER_WEIGHTS[weights]}" + f", {drafts} drafts" * (drafts > 0)
             cells = {
                 count: ", ".join(f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}" for ratio in of_count)
                 for count, of_count in of_rows.items()
             }
-            lines.append([f"{what}, {' and '.join(cards)}", *map(cells.get, counts)])
+            lines.append([f"{what}, {card}", *map(cells.get, counts)])
             ratios += chain.from_iterable(of_rows.values())
     wins = sum(ratio < 1 for ratio in ratios)
     return sentences(
@@ -1019,11 +1012,11 @@ def peers() -> str:
     )
     for part, names in PEERS.items():
         lines = []
-        for (of_part, weights, drafts), by_rows in found.items():
+        for (of_part, weights, drafts, card), by_rows in found.items():
             for count, of in sorted(by_rows.items()) if of_part == part else ():
                 both = (of.get(system, {}).get(name) for system in ("vllm", "ours") for name in names)
                 faster = fixed(_times_faster(next(iter(names)), of), 2)
-                lines.append((PEER_WEIGHTS[weights], drafts, count, _card(of), faster, *both))
+                lines.append((PEER_WEIGHTS[weights], drafts, count, card, faster, *both))
         heads = [f"{system}: {name}" for system in ("vLLM", "ours") for name in names.values()]
         if lines:
             text += f"\n{part.capitalize()}:\n" + table(
