@@ -27,7 +27,6 @@ from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.engine.scheduler import Plan, Scheduler
 from mla_compile.engine.single_owner import SingleOwner
 from mla_compile.engine.stats import EngineStats
-from mla_compile.engine.weights import Weights
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
@@ -88,8 +87,6 @@ class Engine:
             else LeadingLauncher(model, drafter, self.config, ranks)
         )
         self._restart()
-        caches = [spec.cache for spec in self._caches.specs]
-        self._weights = Weights(model if self.config.prefix_caching else None, caches)
 
     def _restart(self) -> None:
         """Drop all requests and all knowledge of the caches' contents, on the other ranks too."""
@@ -204,7 +201,7 @@ class Engine:
     def _step(self) -> None:
         start = time.perf_counter()
         may_admit = self._scheduler.num_waiting and self._scheduler.num_running < self.config.max_rows
-        if may_admit and self._weights.have_changed():
+        if may_admit and self._launcher.weights.have_changed():
             self._scheduler.forget_prefixes()
         plan, lag = self._scheduler.plan(), 0
         # If the host chooses tokens it needs the previous ones first.

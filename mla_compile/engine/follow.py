@@ -92,6 +92,8 @@ class _Follower:
         """Run a `Plan`."""
         requests = self._requests
         ended = [requests.pop(number) for number in removed]
+        if admitted:
+            self.launcher.weights.have_changed()
         requests |= {number: _read(content) for number, content in admitted}
         plan = Plan(
             ended,

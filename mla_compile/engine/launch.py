@@ -54,6 +54,7 @@ class Launcher:
         ranks: the processes that share the model; None for a process that has all of it.
 
     rows: of the running requests. steps: the step calls.
+    weights: the model's, if anything depends on them; before a plan that may admit requests, check for a change.
     has_not_chosen: whether the last launch ended, on all ranks, because its tokens could not be chosen.
     """
 
@@ -75,7 +76,8 @@ class Launcher:
         self.steps = Steps(model, config, decoders, ranks)
         self.has_not_chosen = False
         caches = [spec.cache for spec in cache_specs(model, drafter)]
-        self._weights = Weights(model if self.steps.captures else None, caches)
+        depends = self.steps.captures or config.prefix_caching
+        self.weights, self._num_changes = Weights(model if depends else None, caches), 0
         self.rows = Rows(
             self.steps.state_for,
             max_rows=config.max_rows,
@@ -92,7 +94,9 @@ class Launcher:
         """
         steps, rows, sampled = self.steps, self.rows, plan.sampled
         self.has_not_chosen = False
-        if plan.admitted and (self._weights.have_changed() or len(rows) == len(plan.removed)):
+        has_changed = self._num_changes != self.weights.num_changes
+        if plan.admitted and (has_changed or len(rows) == len(plan.removed)):
+            self._num_changes = self.weights.num_changes
             steps.check_again()  # also in an idle engine, as `Weights` does not notice all changes of modules
         steps.num_mixed += bool(plan.decodes and plan.chunks)
         state = rows.prepare(plan)

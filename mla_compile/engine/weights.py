@@ -13,19 +13,23 @@ class Weights:
     A check takes some 0.5 us per tensor: it walks the modules, and reads each tensor's address and torch's count of
     writes. So it detects in-place writes, and tensors or modules that were replaced. torch does not count writes
     through `.data`, by fused optimizers, or to inference tensors.
+
+    num_changes: checks that found a change.
     """
 
     def __init__(self, model: object, caches: Iterable[Tensor] = ()) -> None:
         """caches: they are no weights, although a model may have them as saved buffers."""
         self._model = model if isinstance(model, nn.Module) else None
         self._caches = list(caches)
-        self._seen: list[tuple[object, ...]] = []
-        self.have_changed()
+        self._seen = memory_of(self._tensors())
+        self.num_changes = 0
 
     def have_changed(self) -> bool:
         """Whether they have changed since the last call."""
         before, self._seen = self._seen, memory_of(self._tensors())
-        return self._seen != before
+        changed = self._seen != before
+        self.num_changes += changed
+        return changed
 
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor | None] = []
