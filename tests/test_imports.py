@@ -88,8 +88,11 @@ def test_importing_the_package_imports_nothing_heavy():
 
 @pytest.mark.long
 def test_an_engine_that_compiles_nothing_does_not_wait_for_the_compiler_to_load() -> None:
+    is_loaded = "print('torch._dynamo' in sys.modules)"
+    if run(f"import sys\nfrom transformers import DeepseekV3Config\n{is_loaded}") == "True\n":
+        pytest.skip("this version of transformers loads it with a config")
     code = "import sys, mla_compile\nmla_compile.generate(['In the'], compile=False, max_new_tokens=4)\n"
-    assert run(code + "print('torch._dynamo' in sys.modules)") == "False\n"
+    assert run(code + is_loaded) == "False\n"
 
 
 @pytest.mark.long

@@ -126,9 +126,9 @@ def steps(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
 ) -> Iterator[tuple[Applied, fx.GraphModule]]:
     """Like `run`, but yields the effect of each pass and the graph after it, and writes no log."""
+    after, counts = _snapshot(gm.graph), _count(gm.graph)
     for graph_pass in passes_for(gm) if passes is None else passes:
-        name, before, counts = pass_name(graph_pass), _snapshot(gm.graph), _count(gm.graph)
-        known = set(gm.graph.nodes)
+        name, before, counts_before, known = pass_name(graph_pass), after, counts, set(gm.graph.nodes)
         start = time.perf_counter()
         with _blamed(name, "a graph module"):
             result: object = graph_pass(gm, example_inputs)
@@ -137,8 +137,8 @@ def steps(
         gm = result
         _finish(name, gm, known)
         seconds = time.perf_counter() - start
-        changed = _snapshot(gm.graph) != before
-        yield Applied(name, seconds, changed, counts, _count(gm.graph)), gm
+        after, counts = _snapshot(gm.graph), _count(gm.graph)
+        yield Applied(name, seconds, after != before, counts_before, counts), gm
 
 
 def pass_name(graph_pass: Pass) -> str:
