@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from mla_compile.check_batches import checked, checks_of
 from mla_compile.errors import MLAError
 from mla_compile.ops.attention.decode_backends import check_name
 from mla_compile.passes import pipeline
 from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
+from mla_compile.repeated_layers import lower_layers_once
 from mla_compile.torch_internals import (
     check_torch,
     errors_passed_on,
@@ -19,6 +20,7 @@ from mla_compile.torch_internals import (
     inductor_options,
     know_least_sizes,
     lower_with_inductor,
+    needs_gradients,
     noted,
     trace_graph,
 )
@@ -59,7 +61,13 @@ def mla(
         settings = resolve_settings(mode, options)
         passes, decode_backend, *flags = (settings.pop(name, None) for name in _OURS)
         batch_invariant, captured, fp8_activations = map(bool, flags)
-        captured = captured or bool(settings.get("triton.cudagraphs"))
+        tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+        has_graphs = bool(settings.get("triton.cudagraphs"))
+        # Otherwise a GPU would wait for the calls of layers, each would be a CUDA graph, or autograd one node.
+        once = (
+            not has_graphs and (captured or not any(x.is_cuda for x in tensors)) and not needs_gradients(gm)
+        )
+        captured = captured or has_graphs
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
@@ -67,7 +75,8 @@ def mla(
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
-        return noted(checked(lower_with_inductor(gm, example_inputs, settings), checks))
+        lower = lower_layers_once if once else lower_with_inductor
+        return noted(checked(lower(gm, example_inputs, settings), checks))
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:

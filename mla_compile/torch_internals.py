@@ -121,6 +121,11 @@ def symbols_of(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if hasattr(size, "node") else set()
 
 
+def is_symbol(size: Any) -> bool:
+    """Whether a size is one symbol: not `2 * s0`."""
+    return hasattr(size, "node") and bool(size.node.expr.is_symbol)
+
+
 def size_where_symbols_are(size: Any, number: int) -> int:
     """A size, with a number for each of its symbols; the call adds no guard."""
     if isinstance(size, int):
@@ -162,6 +167,12 @@ def inductor_options() -> set[str]:
     from torch._inductor import config
 
     return set(config.get_config_copy())
+
+
+def needs_gradients(gm: fx.GraphModule) -> bool:
+    """Whether any result of a Dynamo graph needs gradients."""
+    results = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="output")[0].all_input_nodes]
+    return any(isinstance(result, torch.Tensor) and result.requires_grad for result in results)
 
 
 def lower_with_inductor(

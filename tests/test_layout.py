@@ -18,7 +18,7 @@ LEVELS = [
     {"batch", "caches", "ranks", "sampling_params"},
     {"ops"},
     {"check_batches", "packing"},
-    {"passes"},
+    {"passes", "repeated_layers"},
     {"backend"},
     {"models"},
     {"speculate"},
