@@ -23,6 +23,8 @@ from mla_compile.torch_internals import is_symbol, lower_with_inductor, storage_
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 40 us on the host."""
+MOST_TRIES = 16
+"""Places where a repetition may begin: where these do not serve, others hardly do, and a search would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def find_repetition(nodes: list[fx.Node]) -> Repetition | None:
         def num_alive(border: int) -> int:
             return sum(last >= border for last in last_use[:border])
 
-        for first in sorted(range(start, start + length), key=lambda at: (num_alive(at + length), at)):
+        borders = sorted(range(start, start + length), key=lambda at: (num_alive(at + length), at))
+        for first in borders[:MOST_TRIES]:
             times = (end - first) // length
             for skipped in (0, 1):  # the first layer may get a value of another kind
                 at, fewer = first + skipped * length, times - skipped
