@@ -75,8 +75,11 @@ def mla(
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
-        lower = lower_layers_once if once else lower_with_inductor
-        return noted(checked(lower(gm, example_inputs, settings), checks))
+        if once:
+            call = lower_layers_once(gm, example_inputs, settings, lower_with_inductor)
+        else:
+            call = lower_with_inductor(gm, example_inputs, settings)
+        return noted(checked(call, checks))
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
-from mla_compile.torch_internals import is_symbol, lower_with_inductor, storage_key, symbols_of
+from mla_compile.torch_internals import is_symbol, storage_key, symbols_of
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 40 us on the host."""
@@ -44,18 +44,22 @@ class Repetition:
         return self.start + self.times * self.length
 
 
+Lower = Callable[[fx.GraphModule, Sequence[Any], dict[str, Any]], Callable[..., Any]]
+"""`lower_with_inductor`."""
+
+
 def lower_layers_once(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], lower: Lower
 ) -> Callable[..., Any]:
-    """`lower_with_inductor`, with one compilation for all repetitions of a layer.
+    """`lower(gm, example_inputs, options)`, with one call of `lower` for all repetitions of a layer.
 
     gm: all of its nodes that compute something have example values, and its results need no gradients.
     """
     nodes = _numbered(gm.graph)
     found = find_repetition(nodes)
     if found is None:
-        return lower_with_inductor(gm, example_inputs, options)
-    result = _Assembly(gm, options)
+        return lower(gm, example_inputs, options)
+    result = _Assembly(gm, lambda part, examples: lower(part, examples, options))
     result.add("before", nodes[: found.start])
     for first in range(found.start, found.end, found.length):
         layer = nodes[first : first + found.length]
@@ -67,8 +71,10 @@ def lower_layers_once(
 class _Assembly:
     """Compiles parts of a graph, and joins their calls in its order."""
 
-    def __init__(self, gm: fx.GraphModule, options: dict[str, Any]) -> None:
-        self._gm, self._options = gm, options
+    def __init__(
+        self, gm: fx.GraphModule, lower: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    ) -> None:
+        self._gm, self._lower = gm, lower
         self._parts, self._graph = nn.Module(), fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         """The node of the result for each node of the graph that a part has computed."""
@@ -86,7 +92,7 @@ class _Assembly:
         if not hasattr(self._parts, name):
             examples = [_example(node) for node in inputs]
             with torch.no_grad():  # as in the whole graph, where a node may have switched to it
-                compiled = lower_with_inductor(self._part(nodes, inputs, outputs), examples, self._options)
+                compiled = self._lower(self._part(nodes, inputs, outputs), examples)
             self._parts.add_module(name, _Part(compiled))
         call = self._graph.call_module(name, tuple(map(self._values.__getitem__, inputs)))
         for i, node in enumerate(outputs):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mla_compile import repeated_layers
 from mla_compile.torch_internals import lower_with_inductor
 
 LAYERS, WIDTH = 6, 8
@@ -47,7 +46,6 @@ def num_nodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes))
         return lower_with_inductor(gm, *args)
 
-    monkeypatch.setattr(repeated_layers, "lower_with_inductor", counted)
     monkeypatch.setattr("mla_compile.backend.lower_with_inductor", counted)
     return found
 
