@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
+from mla_compile.passes.nodes import value_of
 from mla_compile.torch_internals import is_symbol, storage_key, symbols_of
 
 LEAST_TIMES = 4
@@ -90,7 +91,7 @@ class _Assembly:
             outputs = [nodes[place] for place in _used_outside(nodes)]
         inputs = _inputs(nodes)
         if not hasattr(self._parts, name):
-            examples = [_example(node) for node in inputs]
+            examples = [value_of(node) for node in inputs]
             with torch.no_grad():  # as in the whole graph, where a node may have switched to it
                 compiled = self._lower(self._part(nodes, inputs, outputs), examples)
             self._parts.add_module(name, _Part(compiled))
@@ -185,8 +186,8 @@ def _outputs(nodes: list[fx.Node], start: int, length: int, times: int) -> list[
 def _is_apart(nodes: list[fx.Node]) -> bool:
     """Whether Inductor can compile nodes apart: what is passed is tensors and sizes, inputs have all symbols, and none
     shares memory that is written."""
-    inputs = list(map(_example, _inputs(nodes)))
-    results = [_example(nodes[place]) for place in _used_outside(nodes)]
+    inputs = list(map(value_of, _inputs(nodes)))
+    results = [value_of(nodes[place]) for place in _used_outside(nodes)]
     if not all(isinstance(value, Tensor | int | float | torch.SymInt) for value in inputs + results):
         return False
     memory_of_inputs = [storage_key(value) for value in inputs if isinstance(value, Tensor)]
@@ -199,9 +200,9 @@ def _layout(nodes: list[fx.Node]) -> list[str]:
     inputs = _inputs(nodes)
     names = {node: f"input {i}" for i, node in enumerate(inputs)}
     names |= {node: f"node {i}" for i, node in enumerate(nodes)}
-    keys = [storage_key(value) for value in map(_example, inputs) if isinstance(value, Tensor)]
+    keys = [storage_key(value) for value in map(value_of, inputs) if isinstance(value, Tensor)]
     shared = [str(keys.index(key)) for key in keys]  # inputs that share memory share it in all repetitions
-    kinds = [str(_kind(_example(node))) for node in inputs]
+    kinds = [str(_kind(value_of(node))) for node in inputs]
     return [_described(node, names.__getitem__) for node in nodes] + kinds + shared
 
 
@@ -212,7 +213,7 @@ def _described(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
         return name_of(value) if isinstance(value, fx.Node) else str((type(value), value))
 
     args = fx.node.map_aggregate((node.args, node.kwargs), described)
-    return str((node.op, node.target, args, _kind(_example(node))))
+    return str((node.op, node.target, args, _kind(value_of(node))))
 
 
 def _kind(value: Any) -> Any:
@@ -225,10 +226,6 @@ def _kind(value: Any) -> Any:
     return type(value), str(value)
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
 def _numbered(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
@@ -239,9 +236,9 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     inside = set(nodes)
     used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
     inputs = [node for node in used if node not in inside]
-    if unknown := _unknown_symbols(map(_example, inputs)):
+    if unknown := _unknown_symbols(map(value_of, inputs)):
         for node in nodes[0].graph.find_nodes(op="placeholder"):
-            if not unknown.isdisjoint(found := _known_symbols(_example(node))):
+            if not unknown.isdisjoint(found := _known_symbols(value_of(node))):
                 inputs.append(node)
                 unknown -= found
     return inputs
