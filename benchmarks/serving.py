@@ -74,6 +74,7 @@ def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
         max_rows=rows,
         max_tokens_per_step=rows * (2 + k),
         max_keys_per_step=None,
+        captured_prompt_tokens=0,
         page_size=16,
         num_pages=1 + rows * 64,
         pages_per_grant=1,

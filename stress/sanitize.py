@@ -2,7 +2,8 @@
 
 `GROUPS` has tests for each kernel. Each test has a process of its own, as a tool that fails in one test ends the
 process: first alone, which compiles its kernels; then once for each tool, many at the same time. Each distinct report
-is kept, with its explanation if `EXPLAINED` has one. A run replaces the results of the tests and tools that it repeats.
+is kept, with its explanation if `EXPLAINED` has one. A run replaces the results of the tests and tools that it repeats,
+and drops those of tests that no group has.
 """
 
 import argparse
@@ -476,7 +477,12 @@ def main() -> None:
     where = environment("cuda" if gpus else "cpu") | {"sanitizer": f"compute-sanitizer {number}"}
     data: dict[str, Any] = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
     again = {(one.tool, one.test) for one in results if one.state != "unfinished"}
-    known = [one for one in data.get("results", []) if (one["tool"], one["test"]) not in again]
+    tests_of_groups = {test for group in GROUPS.values() for test in group.tests}
+    known = [
+        one
+        for one in data.get("results", [])
+        if one["test"] in tests_of_groups and (one["tool"], one["test"]) not in again
+    ]
     data["results"] = known + [one.row() | where for one in results if (one.tool, one.test) in again]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(data, indent=1) + "\n")

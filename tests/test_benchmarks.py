@@ -19,6 +19,7 @@ from benchmarks import (
     peers,
     random_checkpoint,
     reporting,
+    serving,
     tables,
     tensor_parallel,
     transformers_generate,
@@ -85,6 +86,10 @@ def test_every_row_of_the_results_has_its_commit() -> None:
 def test_every_named_result_of_the_ages_and_its_code_exist() -> None:
     for name, code in age.CODE.items():
         assert (age.RESULTS / f"{name}.json").exists() and all((age.ROOT / path).exists() for path in code)
+
+
+def test_the_scheduler_runs_alone() -> None:
+    assert 0 < serving.scheduler_us(rows=2, steps=3) < 1e6
 
 
 def test_an_unknown_variant_is_refused_before_the_model_is_built(
