@@ -1,5 +1,6 @@
 """`fused_linear`: values and bits for any layout of the weights, contracts, errors. On a GPU: `test_gpu_kernels`."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from mla_compile.ops.linear.matmul import (
     fused_linear,
     fused_linear_op,
 )
+from tests.fp8_cases import fp8_weight
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -201,3 +203,19 @@ def test_the_kernel_spills_nothing() -> None:
                 linear_gemv(*(torch.zeros(n, k, dtype=torch.bfloat16) for n in (tokens, 64)))
     assert len(kernels) == 8 and all(kernel.spilled_bytes == 0 for kernel in kernels)
     assert all("ld.global.v4" in kernel.text for kernel in kernels)
+
+
+def test_nothing_stands_between_the_loads_of_few_tokens() -> None:
+    """Of the kernel's instructions: no barrier before its last load, and no spills."""
+    pytest.importorskip("triton")
+    from mla_compile.ops.linear.kernels import gemv
+    from tests.triton_compile import compiled_for
+
+    weight = torch.zeros(1344, 2048, dtype=torch.bfloat16)
+    with compiled_for(90) as kernels:
+        gemv.multiply(weight[:1], weight, None, gemv.half_tiles(2048))
+        gemv.multiply(weight[:1, :768], *fp8_weight(5120, 768), gemv.fp8_tiles(768))
+    assert [kernel.spilled_bytes for kernel in kernels] == [0, 0]
+    for kernel in kernels:
+        found = re.findall(r"ld\.global|bar\.sync", kernel.text)
+        assert "ld.global" not in found[found.index("bar.sync") :]

@@ -5,20 +5,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class NormLinearOperands(NamedTuple):
-    """Arguments of `norm_linear`."""
-
-    x: Tensor
-    residual: Tensor | None
-    norm_weight: Tensor | None
-    eps: float
-    first: Tensor
-    first_scale: Tensor | None = None
-    second: Tensor | None = None
-    second_scale: Tensor | None = None
-    fp8_activations: bool = False
-
-
 class FP8LinearOperands(NamedTuple):
     """Arguments of `fp8_linear`."""
 

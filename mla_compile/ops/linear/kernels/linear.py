@@ -4,7 +4,6 @@ from torch import Tensor
 
 from mla_compile.ops.adjacent import one_matrix
 from mla_compile.ops.linear.kernels import blocks, gemv
-from mla_compile.ops.linear.operands import NormLinearOperands
 from mla_compile.ops.linear.tiles import ProductTiles
 
 
@@ -15,7 +14,7 @@ def linear_gemv(
 
     tiles: by default from `gemv.half_tiles`.
     """
-    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))[0]
+    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))
 
 
 def linear_blocks(
@@ -28,13 +27,3 @@ def linear_blocks(
 def matmul_in_order(x: Tensor, w: Tensor) -> Tensor:
     """`batch_invariant_matmul` by one group's matrix `w`, whose transpose is contiguous."""
     return blocks.multiply_in_order(x[:, 0], w[0].t(), None).unsqueeze(1)
-
-
-def norm_linear_gemv(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
-    """`norm_linear` for one or two tokens (one with FP8) and weights that are one matrix in memory."""
-    x, residual, norm_weight, eps, first, first_scale, second, second_scale, _ = operands
-    weight, scale = one_matrix(first, second), None
-    tiles = gemv.half_tiles(x.shape[1])
-    if first_scale is not None:
-        scale, tiles = one_matrix(first_scale, second_scale), gemv.fp8_tiles(x.shape[1], norm=True)
-    return gemv.multiply(x, weight, scale, tiles, gemv.Norm(residual, norm_weight, eps))
