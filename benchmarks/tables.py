@@ -189,9 +189,9 @@ def compile_time() -> str:
     }
     return sentences(
         f"{report['machine']['cpus']} CPU cores, torch {report['machine']['torch']}; seconds of wall time, "
-        "except the CPU's."
+        "except the CPU time."
     ) + table(
-        ["caches", "all", "of the CPU", *names.values()],
+        ["caches", "all", "CPU time", *names.values()],
         (
             [row["caches"], row["seconds"], row["cpu_s"], *(fixed(row["stages"][name]) for name in names)]
             for row in report["rows"]
@@ -260,7 +260,7 @@ def fp8_latents() -> str:
         "error of a latent, first layer / last layer": lambda r: (
             f"{100 * r['first_layer_error']:.1f}% / {100 * r['last_layer_error']:.1f}%"
         ),
-        "error of a logit, mean of the largest of a position": lambda r: fixed(r["logit_error"], 3),
+        "largest error of a logit at a position, mean": lambda r: fixed(r["logit_error"], 3),
         "KL divergence, nats": lambda r: fixed(r["kl"], 4),
         "positions with the same likeliest token": lambda r: f"{100 * r['same_token']:.1f}%",
         "same tokens in turn 2 / turn 10 of a chat": lambda r: (
@@ -410,7 +410,7 @@ def _transformers(name: str) -> str:
     if by_generation:
         text += "\n" + sentences(
             "The lines of stock `generate`, with either backend, are from an earlier run on the same kind of machine, "
-            "with an earlier version of this library. It timed whole generations instead of the events between steps."
+            "with an earlier version of this library. That run timed whole generations, not the events between steps."
         )
     return text
 
@@ -474,8 +474,8 @@ def batch_invariance() -> str:
         return ", ".join(map(str, counts[run, batch_invariant]))
 
     before = sentences(
-        f"Completions, of {rows[0]['prompts']} with {rows[0]['tokens']} tokens each (shipped model, bfloat16), that "
-        "differ from those of one row without drafts; one number is one repetition:"
+        f"How many of {rows[0]['prompts']} completions with {rows[0]['tokens']} tokens each (the shipped model, "
+        "bfloat16) differ from those of one row without drafts, in each repetition:"
     )
     names = {
         "shipped": "the shipped model",
@@ -483,16 +483,20 @@ def batch_invariance() -> str:
         "glm": "8 layers of GLM's shape",
     }
     compared = [
-        f"`check_batch_invariance` compared {row['tokens']:,} tokens of {names[row['model']]}, with 0 and 3 drafts, "
-        f"greedy and sampled, and latents of {row['positions_with_latents']:,} positions: {row['different']} of "
-        f"{row['requests']} requests differ."
+        (
+            names[row["model"]],
+            f"{row['tokens']:,}",
+            f"{row['positions_with_latents']:,}",
+            f"{row['different']} of {row['requests']}",
+        )
         for row in result("batch_invariance")["rows"]
         if row["part"] == "compared"
     ]
     after = sentences(
         f"By default too, {len(again)} processes with an empty compile cache and {len(again[0])} engines in each gave "
-        f"the same tokens: {found} of {rows[0]['prompts']} completions differ. {' '.join(compared)}"
-    )
+        f"the same tokens: {found} of {rows[0]['prompts']} completions differ. `check_batch_invariance` compared, with "
+        "0 and 3 drafts, greedy and sampled:"
+    ) + table(["", "tokens", "positions with latents", "requests that differ"], compared)
     header = ["beside one row without drafts", "default", "`batch_invariant=True`"]
     counted = table(header, [[run, listed(run, False), listed(run, True)] for run in runs])
     return before + counted + "\n" + after
@@ -570,7 +574,7 @@ def loading(name: str) -> str:
         f"{report['device']}, {machine['cpus']} CPU cores, torch {machine['torch']}, {report['dtype']}; the largest "
         f"tensor has {rows[0]['largest_tensor_mb']:,.0f} MB."
     ) + table(
-        ["processes", "rank", "s", "GB asked for", "GB from disk", "MB of growth", "bound", "same values"],
+        ["processes", "rank", "s", "GB requested", "GB from disk", "MB of growth", "bound", "same values"],
         (
             (
                 *(row[key] for key in ("processes", "rank", "seconds")),
@@ -731,9 +735,10 @@ def fp8_step() -> str:
     )
     return sentences(
         f"{report['device']}, torch {report['torch']}, {report['layers']} layers with random values, about 1,000 "
-        f"tokens a row; milliseconds a step. With the MTP layer weights take {memory}. The gap is the mean "
-        "distance of a chosen token's logit below the best one of bfloat16, in the batch with the largest gap, beside "
-        f"the gap of random tokens ({report['judged_layers']} layers). Compile times are those of the slowest run."
+        f"tokens a row; milliseconds a step. With the MTP layer weights take {memory}. The mean gap is "
+        "how far a chosen token's logit is below the largest logit in bfloat16, at the batch size with the largest "
+        f"gap; the second number is the gap of random tokens ({report['judged_layers']} layers). Compile times are "
+        "those of the slowest run."
     ) + table(
         [
             "weights",
@@ -770,10 +775,10 @@ def eagle3_step() -> str:
     others = " and ".join(f"{rate} at batch {batch}" for batch, rate in published.items())
     return sentences(
         f"{report['device']}, torch {report['torch']}, bfloat16, {report['layers']} layers with random values, about "
-        "1,000 tokens a row; 3 drafts, milliseconds a step. Tokens per second are those of the step at an acceptance "
+        "1,000 tokens a row; 3 drafts, milliseconds a step. With a drafter, tokens per second assume an acceptance "
         f"length of 2.4. SGLang reports {others} for the real model with the published head, on one H100, at that "
-        f"acceptance length. In exact mode all drafters gave {'the same' if same else 'OTHER'} tokens as none "
-        f"({report['judged_layers']} layers)."
+        f"acceptance length. In exact mode all drafters gave {'the same' if same else 'OTHER'} tokens as decoding "
+        f"without drafts ({report['judged_layers']} layers)."
     ) + table(
         [
             "drafter",
@@ -820,8 +825,8 @@ def fp8_latents_steps() -> str:
 
     heads = ["shape", "context", "rows", "bfloat16: ms (floor)", "FP8: ms (floor)", "FP8 / bfloat16"]
     return sentences(
-        f"{report['device']}, torch {report['torch']}; weights in bfloat16, no drafts. Rows that fit: of this length, "
-        "beside the weights, with latents in bfloat16 / FP8:"
+        f"{report['device']}, torch {report['torch']}; weights in bfloat16, no drafts. The last column "
+        "has the number of rows of this context that fit beside the weights, with latents in bfloat16 / FP8:"
     ) + table([*heads, "rows that fit"], (line(case, cases[case]) for case in sorted(cases)))
 
 
@@ -998,8 +1003,8 @@ def peers_ratios() -> str:
             ratios += chain.from_iterable(of_rows.values())
     wins = sum(ratio < 1 for ratio in ratios)
     return sentences(
-        f"{who}; GLM-4.7-Flash's shape with random weights. Speed relative to vLLM, which is faster in {wins} of "
-        f"{len(ratios)} cases, in bold."
+        f"{who}; GLM-4.7-Flash's shape with random weights. Speed relative to vLLM; vLLM is faster in {wins} of "
+        f"{len(ratios)} cases{', in bold' * (wins > 0)}."
     ) + table(["rows", *counts], lines)
 
 
@@ -1007,8 +1012,8 @@ def peers() -> str:
     """Steps, prompts and servers beside vLLM's."""
     who, found = _peers()
     text = sentences(
-        f"{who}. Checks of the same work: tokens of a row and step (steps) or of all prompts in a step, and experts of "
-        "a layer that a step's tokens choose."
+        f"{who}. Two columns check that both systems do the same work: tokens of a row and step, or of all prompts in "
+        "a step; and experts of a layer that a step's tokens choose."
     )
     for part, names in PEERS.items():
         lines = []
@@ -1114,8 +1119,8 @@ def defaults() -> str:
         f"a share of memory: {gpu.cache_share:.0%} of what the weights and {gpu.kept_bytes / 2**30:g} GiB for steps "
         f"and CUDA graphs leave of a GPU, {cpu.cache_share:.0%} of what the weights leave of the computer's memory. "
         f"Otherwise it is the largest power of two that fits, but at least {LEAST_MAX_MODEL_LEN}. On a GPU that other "
-        "programs use, only free memory counts. The caches' sizes are compiled in: with few sizes, later processes "
-        "find the compiled step."
+        "programs use, only free memory counts. The sizes of the caches are compiled in; there are few, so that later "
+        "processes find the compiled step."
     )
     return (
         table(["setting", "default"], ((f"`{name}`", words) for name, words in IN_WORDS.items()))
@@ -1153,12 +1158,11 @@ def sanitizers() -> str:
     if not path.exists():
         return "No results are committed.\n"
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
-    rows, reports, missing = [], [], []
+    rows, reports, missing = [], [], dict[str, list[str]]()
     for tool, found in summaries(results).items():
         kernels, all_kernels = len(found["kernels"]), len(found["kernels"]) + len(found["missing"])
         if found["missing"]:
-            names = ", ".join(f"`{name}`" for name in found["missing"])
-            missing.append("\n" + sentences(f"Not under {tool}: {names}."))
+            missing.setdefault(", ".join(f"`{name}`" for name in found["missing"]), []).append(tool)
         rows.append([tool, found["tests"], f"{kernels} of {all_kernels}", len(found["reports"])])
         reports += [
             [tool, f"`{one['kernel']}`", one["report"], one["explained"] or "not yet explained"]
@@ -1166,7 +1170,10 @@ def sanitizers() -> str:
         ]
     where = {f"{one['device']}, torch {one['torch']}, {one['sanitizer']}" for one in results}
     text = sentences("; ".join(sorted(where)) + ".") + table(["tool", "tests", "kernels", "reports"], rows)
-    text += "".join(missing)
+    text += "".join(
+        "\n" + sentences(f"Kernels that did not run under {', '.join(tools)}: {names}.")
+        for names, tools in missing.items()
+    )
     return text + (table(["tool", "kernel", "report", "explanation"], reports) if reports else "")
 
 
@@ -1189,7 +1196,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "fp8_step": fp8_step,
     "eagle3_step": eagle3_step,
     **({"peers": peers, "peers.ratios": peers_ratios} if (RESULTS / "peers.json").exists() else {}),
-    **({"peers": peers} if (RESULTS / "peers.json").exists() else {}),
     "matrix": matrix,
     "layer.glm": functools.partial(layer, "layer.glm"),
     "layer.v3": functools.partial(layer, "layer.v3"),
