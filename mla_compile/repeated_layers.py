@@ -19,13 +19,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
-from mla_compile.passes.nodes import value_of
-from mla_compile.torch_internals import is_symbol, storage_key, symbols_of
+from mla_compile.passes.nodes import namespace_of, op_name, value_of
+from mla_compile.torch_internals import is_symbol, is_wrapper, storage_key, symbols_of
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 40 us on the host."""
 MOST_TRIES = 16
 """Places where a repetition may begin: where these do not serve, others hardly do, and a search would take seconds."""
+_RESIZES = {
+    *("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_"),
+    *("t_", "transpose_", "unsqueeze_"),
+}
+"""Methods that change the sizes of a tensor: its example value has those after the last one."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +136,22 @@ class _Part(nn.Module):
 def find_repetition(nodes: list[fx.Node]) -> Repetition | None:
     """The repetition that holds most of the nodes: at least half of them, `LEAST_TIMES` times.
 
-    It begins where the fewest values are alive: between two layers that is the hidden state.
+    It begins where the fewest values are alive: between two layers that is the hidden state. A layer has an op of this
+    package: repetitions without one may be so short that their calls would cost more than they do.
     """
     modes = [node for node in nodes if mutates(node) and not node.all_input_nodes]
     if any(node.target is not torch._C._set_grad_enabled for node in modes):
         return None  # autocast, for example, which a part would not know of
-    kinds = [_described(node, lambda _: "a value") for node in nodes]
+    if any(op_name(node).partition(".")[0] in _RESIZES for node in nodes):
+        return None
     last_use = _last_uses(nodes)
-    for start, end, length in sorted(_stretches(kinds), key=lambda found: (found[0] - found[1], found[2])):
+    stretches = [
+        (start, end, length)
+        for start, end, length in _stretches(list(map(_described, nodes)))
+        if 2 * (end - start) >= len(nodes)
+        and any(namespace_of(node.target) == "mla_compile" for node in nodes[start : start + length])
+    ]
+    for start, end, length in sorted(stretches, key=lambda found: (found[0] - found[1], found[2])):
 
         def num_alive(border: int) -> int:
             return sum(last >= border for last in last_use[:border])
@@ -170,47 +183,53 @@ def _stretches(kinds: list[str]) -> Iterator[tuple[int, int, int]]:
 
 
 def _outputs(nodes: list[fx.Node], start: int, length: int, times: int) -> list[int] | None:
-    """`Repetition.outputs`; None if the nodes do not repeat, or parts of the graph cannot be compiled apart."""
-    end, layout, outputs = start + times * length, None, set[int]()
-    if not (_is_apart(nodes[:start]) and _is_apart(nodes[end:])):
-        return None
+    """`Repetition.outputs` of nodes whose `_described` repeats; None if they do not do the same with each other's
+    values and with their inputs, or parts of the graph cannot be compiled apart."""
+    end, wiring, outputs = start + times * length, None, set[int]()
     for first in range(start, end, length):
         layer = nodes[first : first + length]
-        layout = layout or _layout(layer)
-        if layout != _layout(layer) or not _is_apart(layer):
+        wiring = wiring or _wiring(layer)
+        if wiring != _wiring(layer) or not _is_apart(layer):
             return None
         outputs.update(_used_outside(layer))
-    return sorted(outputs)
+    return sorted(outputs) if _is_apart(nodes[:start]) and _is_apart(nodes[end:]) else None
 
 
 def _is_apart(nodes: list[fx.Node]) -> bool:
-    """Whether Inductor can compile nodes apart: what is passed is tensors and sizes, inputs have all symbols, and none
-    shares memory that is written."""
+    """Whether Inductor can compile nodes apart: what is passed is plain tensors and sizes, inputs have all symbols, and
+    none shares memory that is written or gets a gradient by a write."""
     inputs = list(map(value_of, _inputs(nodes)))
-    results = [value_of(nodes[place]) for place in _used_outside(nodes)]
-    if not all(isinstance(value, Tensor | int | float | torch.SymInt) for value in inputs + results):
+    passed = [*inputs, *(value_of(nodes[place]) for place in _used_outside(nodes))]
+    if not all(isinstance(value, Tensor | int | float | torch.SymInt) for value in passed):
         return False
-    memory_of_inputs = [storage_key(value) for value in inputs if isinstance(value, Tensor)]
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    memory_of_inputs = list(map(storage_key, tensors))
     written = memory(target for node in nodes for target in may_write(node))
-    return not _unknown_symbols(inputs) and all(memory_of_inputs.count(key) < 2 for key in written)
+    return not (
+        any(isinstance(value, Tensor) and is_wrapper(value) for value in passed)
+        or any(value.requires_grad and key in written for value, key in zip(tensors, memory_of_inputs))
+        or any(memory_of_inputs.count(key) > 1 for key in written)
+        or _unknown_symbols(inputs)
+    )
 
 
-def _layout(nodes: list[fx.Node]) -> list[str]:
-    """What nodes do, and with which of each other's values and of their inputs; equal if one code serves both."""
-    inputs = _inputs(nodes)
-    names = {node: f"input {i}" for i, node in enumerate(inputs)}
-    names |= {node: f"node {i}" for i, node in enumerate(nodes)}
+def _wiring(nodes: list[fx.Node]) -> tuple[list[int], list[Any], list[int]]:
+    """Which of each other's values and of their inputs nodes use, and what inputs are; one code serves two layers of
+    the same nodes if these are equal."""
+    inputs, used = _inputs(nodes), list[int]()
+    numbers = {node: number for number, node in enumerate([*nodes, *inputs])}
+    for node in nodes:
+        fx.node.map_arg((node.args, node.kwargs), lambda each: used.append(numbers[each]))
     keys = [storage_key(value) for value in map(value_of, inputs) if isinstance(value, Tensor)]
-    shared = [str(keys.index(key)) for key in keys]  # inputs that share memory share it in all repetitions
-    kinds = [str(_kind(value_of(node))) for node in inputs]
-    return [_described(node, names.__getitem__) for node in nodes] + kinds + shared
+    shared = list(map(keys.index, keys))  # inputs that share memory share it in all repetitions
+    return used, [_kind(value_of(node)) for node in inputs], shared
 
 
-def _described(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
-    """What a node does: equal for two nodes if they do the same."""
+def _described(node: fx.Node) -> str:
+    """What a node does, with any values: equal for two nodes if they do the same."""
 
     def described(value: Any) -> Any:
-        return name_of(value) if isinstance(value, fx.Node) else str((type(value), value))
+        return "a value" if isinstance(value, fx.Node) else str((type(value), value))
 
     args = fx.node.map_aggregate((node.args, node.kwargs), described)
     return str((node.op, node.target, args, _kind(value_of(node))))

@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import mla_compile  # noqa: F401
 from mla_compile.torch_internals import lower_with_inductor
 
 LAYERS, WIDTH = 6, 8
+
+
+def norm(x: Tensor) -> Tensor:
+    """By an op of the package, as all layers have one that are compiled once."""
+    return torch.ops.mla_compile.fused_rms_norm(x, None, 1e-6)
 
 
 class Layer(nn.Module):
@@ -22,7 +29,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen[: x.shape[0]].copy_(x)
-        return x + torch.tanh(self.linear(x)) * self.seen[: x.shape[0]].mean(-1, keepdim=True)
+        return x + torch.tanh(self.linear(norm(x))) * self.seen[: x.shape[0]].mean(-1, keepdim=True)
 
 
 class Model(nn.Module):
@@ -78,29 +85,111 @@ class OfTwo(nn.Module):
     """Its result is a tuple, which Dynamo's graph splits where the next layer begins."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(x.tanh().split(WIDTH // 2, dim=-1)[::-1], dim=-1)
+        return torch.cat(norm(x).tanh().split(WIDTH // 2, dim=-1)[::-1], dim=-1)
+
+
+class Short(nn.Module):
+    """The call of a compiled part would cost more than it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x * 0.9 + 1)
+
+
+class Resizing(nn.Module):
+    """Its input has other sizes afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.unsqueeze_(0)
+        return norm(self.linear(x).sum(0)).clone()
+
+
+class Wrapped(nn.Module):
+    """Its weight is of two tensors, as of quantised ones; the first layer's input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        weight = self.linear.weight.detach()
+        self.linear.weight = nn.Parameter(TwoTensor(weight, weight * 2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(self.linear(x)).tanh()
+
+
+def plain(results: tuple[Tensor, ...]) -> list[Tensor]:
+    return [part for x in results for part in ((x.a, x.b) if isinstance(x, TwoTensor) else (x,))]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["default", "CUDA graphs"])
-@pytest.mark.parametrize("kind", ["equal", "none is like another", "tuples"])
-def test_what_is_compiled_whole(kind: str, options: dict[str, Any], num_nodes: list[int]) -> None:
-    model, x = Model(OfTwo if kind == "tuples" else Layer), torch.randn(4, WIDTH)
-    if kind == "none is like another":
-        for layer in model.layers[::2]:
-            apart(layer)
+@pytest.mark.parametrize(
+    ("layer", "is_whole"),
+    [
+        (Layer, False),
+        (OfTwo, False),
+        ("none is like another", True),
+        (Short, True),
+        (Resizing, True),
+        (Wrapped, True),
+    ],
+    ids=str,
+)
+def test_what_is_compiled_whole(
+    layer: Any, is_whole: bool, options: dict[str, Any], num_nodes: list[int]
+) -> None:
+    model, x = Model(Layer if isinstance(layer, str) else layer), torch.randn(4, WIDTH)
+    if isinstance(layer, str):
+        for one in model.layers[::2]:
+            apart(one)
         del model.layers[5]
-    torch.testing.assert_close(compiled(model, **options)(x), model(x))
-    is_whole = kind == "none is like another" or bool(options)
-    assert (len(num_nodes) == 1) == is_whole
+    torch.testing.assert_close(plain(compiled(model, **options)(x)), plain(model(x)))
+    assert (len(num_nodes) == 1) == (is_whole or bool(options))
+
+
+class Differentiable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() + norm(x.detach())
 
 
 def test_gradients_flow_through_all_layers(num_nodes: list[int]) -> None:
-    model, x = Model(nn.Tanh), torch.randn(4, WIDTH, requires_grad=True)
+    model, x = Model(Differentiable), torch.randn(4, WIDTH, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x)[0].sum(), x)
     (found,) = torch.autograd.grad(compiled(model)(x)[0].sum(), x)
     torch.testing.assert_close(found, expected)
     assert len(num_nodes) == 1
+
+
+class Seen(nn.Module):
+    """Its buffer gets a gradient by the write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x)) + norm(x.detach())
+        self.seen.copy_(x)
+        return x
+
+
+def test_gradients_flow_through_what_is_written() -> None:
+    class Chosen(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[0].argmax(-1)
+
+    models, x = [Chosen(Seen) for _ in range(2)], torch.randn(4, WIDTH)
+    models[1].load_state_dict(models[0].state_dict())
+    found = []
+    for model, call in zip(models, [models[0], compiled(models[1])]):
+        call(x)
+        model.layers[3].seen.sum().backward()
+        found.append(model.layers[0].linear.weight.grad)
+    torch.testing.assert_close(found[1], found[0])
 
 
 class SharedBuffer(nn.Module):
@@ -113,7 +202,7 @@ class SharedBuffer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for part in self.seen.split(2):
             part.add_(x[:2])
-            x = x + self.seen.mean(0)
+            x = norm(x) + self.seen.mean(0)
         return x
 
 
@@ -136,7 +225,7 @@ def test_autocast_in_the_middle_holds_for_all_layers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 for _ in range(LAYERS):
-                    x = self.linear(x)
+                    x = norm(self.linear(x))
             return x
 
     model, x = Cast(), torch.randn(4, WIDTH)
