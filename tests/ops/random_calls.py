@@ -332,7 +332,7 @@ def masked_decode(draw: Draw, device: str) -> Call:
 
     def check(before: Args, _: Args, result: Tensor) -> None:
         expected = kernel_cases.masked_reference(kernel_cases.MaskedCase(**before))
-        check_result(result, before["q_latent"].dtype, expected)
+        check_result(result, before["q_latent"].dtype, expected, least=0.1)  # one column may cancel
 
     args = {field.name: getattr(case, field.name) for field in fields(case)}
     args["q_latent"] = strided(draw, args["q_latent"])
