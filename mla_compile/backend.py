@@ -63,10 +63,9 @@ def mla(
         batch_invariant, captured, fp8_activations = map(bool, flags)
         tensors = [x for x in example_inputs if isinstance(x, Tensor)]
         has_graphs = bool(settings.get("triton.cudagraphs"))
+        on_gpu = any(x.is_cuda for x in tensors)
         # Otherwise a GPU would wait for the calls of layers, each would be a CUDA graph, or autograd one node.
-        once = (
-            not has_graphs and (captured or not any(x.is_cuda for x in tensors)) and not needs_gradients(gm)
-        )
+        once = not has_graphs and (captured or not on_gpu) and not needs_gradients(gm)
         captured = captured or has_graphs
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
@@ -76,7 +75,7 @@ def mla(
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
         if once:
-            call = lower_layers_once(gm, example_inputs, settings, lower_with_inductor)
+            call = lower_layers_once(gm, example_inputs, settings, lower_with_inductor, captured=on_gpu)
         else:
             call = lower_with_inductor(gm, example_inputs, settings)
         return noted(checked(call, checks))

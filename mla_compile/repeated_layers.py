@@ -23,7 +23,9 @@ from mla_compile.passes.nodes import namespace_of, op_name, value_of
 from mla_compile.torch_internals import is_symbol, is_wrapper, storage_key, symbols_of
 
 LEAST_TIMES = 4
-"""Fewest repetitions that are compiled once. Each one costs a call, some 40 us on the host."""
+"""Fewest repetitions that are compiled once. Each one costs a call, some 50 us on the host."""
+MOST_CALLS = 4
+"""Calls of a step for repeated layers, where no CUDA graph has them: a part has several layers then."""
 MOST_TRIES = 16
 """Places where a repetition may begin: where these do not serve, others hardly do, and a search would take seconds."""
 _RESIZES = {
@@ -55,14 +57,15 @@ Lower = Callable[[fx.GraphModule, Sequence[Any], dict[str, Any]], Callable[..., 
 
 
 def lower_layers_once(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], lower: Lower
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], lower: Lower, captured: bool
 ) -> Callable[..., Any]:
     """`lower(gm, example_inputs, options)`, with one call of `lower` for all repetitions of a layer.
 
     gm: all of its nodes that compute something have example values, and its results need no gradients.
+    captured: whether a CUDA graph has the calls of all layers. Else several layers are one part, for fewer calls.
     """
     nodes = _numbered(gm.graph)
-    found = find_repetition(nodes)
+    found = find_repetition(nodes, captured)
     if found is None:
         return lower(gm, example_inputs, options)
     result = _Assembly(gm, lambda part, examples: lower(part, examples, options))
@@ -133,7 +136,7 @@ class _Part(nn.Module):
         return self._compiled(*inputs)
 
 
-def find_repetition(nodes: list[fx.Node]) -> Repetition | None:
+def find_repetition(nodes: list[fx.Node], captured: bool) -> Repetition | None:
     """The repetition that holds most of the nodes: at least half of them, `LEAST_TIMES` times.
 
     It begins where the fewest values are alive: between two layers that is the hidden state. A layer has an op of this
@@ -161,10 +164,18 @@ def find_repetition(nodes: list[fx.Node]) -> Repetition | None:
             times = (end - first) // length
             for skipped in (0, 1):  # the first layer may get a value of another kind
                 at, fewer = first + skipped * length, times - skipped
-                is_most = fewer >= LEAST_TIMES and 2 * fewer * length >= len(nodes)
-                if is_most and (outputs := _outputs(nodes, at, length, fewer)) is not None:
-                    return Repetition(at, length, fewer, outputs)
+                if fewer < LEAST_TIMES or 2 * fewer * length < len(nodes):
+                    continue
+                calls = fewer if captured else _fewest_layers(fewer)
+                of_call = fewer // calls * length
+                if (outputs := _outputs(nodes, at, of_call, calls)) is not None:
+                    return Repetition(at, of_call, calls, outputs)
     return None
+
+
+def _fewest_layers(times: int) -> int:
+    """The number of calls with the fewest layers to compile: those of a call, and those that remain."""
+    return min(range(MOST_CALLS, 1, -1), key=lambda calls: times // calls + times % calls)
 
 
 def _stretches(kinds: list[str]) -> Iterator[tuple[int, int, int]]:
