@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import mla_compile  # noqa: F401
+from mla_compile.ops.norm.rms_norm import rms_norm_op
 from mla_compile.repeated_layers import lower_layers_once
 from mla_compile.torch_internals import lower_with_inductor
 
@@ -18,7 +18,7 @@ LAYERS, WIDTH = 9, 8
 
 def norm(x: Tensor) -> Tensor:
     """By an op of the package, as all layers have one that are compiled once."""
-    return torch.ops.mla_compile.fused_rms_norm(x, None, 1e-6)
+    return rms_norm_op(x, None, 1e-6)
 
 
 class Layer(nn.Module):
@@ -103,25 +103,20 @@ class Short(nn.Module):
         return torch.relu(x * 0.9 + 1)
 
 
-class Resizing(nn.Module):
+class Resizing(Layer):
     """Its input has other sizes afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x.unsqueeze_(0)
         return norm(self.linear(x).sum(0)).clone()
 
 
-class Wrapped(nn.Module):
+class Wrapped(Layer):
     """Its weight is of two tensors, as of quantised ones; the first layer's input is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        weight = self.linear.weight.detach()
+        weight = apart(self).linear.weight.detach()
         self.linear.weight = nn.Parameter(TwoTensor(weight, weight * 2), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,13 +166,8 @@ def test_gradients_flow_through_all_layers(num_nodes: list[int]) -> None:
     assert len(num_nodes) == 1
 
 
-class Seen(nn.Module):
+class Seen(Layer):
     """Its buffer gets a gradient by the write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(4, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.linear(x)) + norm(x.detach())
@@ -190,7 +180,7 @@ def test_gradients_flow_through_what_is_written() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[0].argmax(-1)
 
-    models, x = [Chosen(Seen) for _ in range(2)], torch.randn(4, WIDTH)
+    models, x = [Chosen(Seen) for _ in range(2)], torch.randn(16, WIDTH)
     models[1].load_state_dict(models[0].state_dict())
     found = []
     for model, call in zip(models, [models[0], compiled(models[1])]):

@@ -126,21 +126,14 @@ def fp8_linear(
     Returns:
         `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
     """
-    check_fp8_linear(x, first, first_scale, second, second_scale)
-    return empty(x, (x.shape[0], num_columns(first, second)))
-
-
-def check_fp8_linear(
-    x: Tensor, first: Tensor, first_scale: Tensor | None, second: Tensor | None, second_scale: Tensor | None
-) -> None:
-    """Check the arguments of `fp8_linear`."""
     sizes = validate.Layouts()
-    sizes.check("x", x, "tokens, k")  # the ops' layouts have checked its dtype
+    sizes.check("x", x, "tokens, k")  # the op's layouts have checked its dtype
     sizes.check("first", first, "n_first, k", like=x)
     fp8.check("first", first, "first_scale", first_scale)
     if second is not None:
         sizes.check("second", second, "n_second, k", like=x)
         fp8.check("second", second, "second_scale", second_scale)
+    return empty(x, (x.shape[0], num_columns(first, second)))
 
 
 fp8_linear_op = torch.ops.mla_compile.fp8_linear.default

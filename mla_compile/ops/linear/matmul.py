@@ -157,13 +157,9 @@ FUSED_LINEAR = (
 )
 
 
-LINEAR = {"x": "tokens, k", "first": "n_first, k", "second": "n_second, k or None"}
-"""The layouts of tokens and weights."""
-
-
 @define_op(
     table=FUSED_LINEAR,
-    layouts=LINEAR,
+    layouts={"x": "tokens, k", "first": "n_first, k", "second": "n_second, k or None"},
     facts=lambda first, second: {
         "columns": num_columns(first, second),
         "weights": "one matrix" if is_one_matrix(first, second) else "two",
@@ -189,16 +185,10 @@ def fused_linear(
     Raises:
         MLAError: names the invalid argument.
     """
-    if batch_invariant:
-        probe_weights(x, first, second)
-    return empty(x, (x.shape[0], num_columns(first, second)))
-
-
-def probe_weights(x: Tensor, first: Tensor, second: Tensor | None) -> None:
-    """Probe cuBLAS for the weights of `fused_linear`, while no CUDA graph is recorded."""
-    for weight in (first, second):
-        if weight is not None:
+    for weight in (first, second) if batch_invariant else ():
+        if weight is not None:  # probe cuBLAS while no CUDA graph is recorded
             cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
+    return empty(x, (x.shape[0], num_columns(first, second)))
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default

@@ -1,4 +1,4 @@
-"""Arguments of linear ops as named tuples, which their candidates take."""
+"""Arguments of a linear op as a named tuple, which its candidates take."""
 
 from typing import NamedTuple
 
