@@ -154,7 +154,7 @@ class Ranks:
         atexit.unregister(self.leave)
         self._state = state
         self._wakes.set()
-        self._watcher.join(2 * PATIENCE)
+        self._watcher.join()  # each of its waits ends by itself
 
     def _watch(self) -> None:
         """Exchange heartbeats once a second, until this process or rank 0 leaves."""
