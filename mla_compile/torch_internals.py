@@ -183,7 +183,7 @@ def lower_with_inductor(
     from torch._inductor.exc import OperatorIssue
 
     if any(isinstance(x, torch.Tensor) and x.is_cpu for x in example_inputs):
-        _start_cpp_compiler()
+        start_cpp_compiler()
     # On the first call of an op without a lowering, torch 2.11 formats the arguments and everything that they were
     # computed from, even if the log is off. That text doubles with each preceding layer, so it takes forever.
     with mock.patch.object(
@@ -193,7 +193,7 @@ def lower_with_inductor(
 
 
 @functools.cache
-def _start_cpp_compiler() -> None:
+def start_cpp_compiler() -> None:
     """Start `_compile_smallest_kernel` in a thread, once in a process.
 
     A second thread waits for the first one that detects the CPU's vector instructions: torch keeps the flags of a check

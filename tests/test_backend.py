@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mla_compile import MLABatch, MLAError, mla_attention, torch_internals
+from mla_compile import Engine, MLABatch, MLAError, mla_attention, torch_internals
 from mla_compile.backend import resolve_settings
 from mla_compile.passes import PASSES
 from mla_compile.torch_internals import inductor_modes
 from tests.cases import Case, make_case
 from tests.counters import compile_counters
+from tests.models_for_tests import one_layer_model
 
 
 class OwnModule(nn.Module):
@@ -146,10 +147,23 @@ def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch:
 
     monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", classmethod(loaded))
     # Private: the compiler starts once a process, and an earlier compile may have started it.
-    torch_internals._start_cpp_compiler.cache_clear()
+    torch_internals.start_cpp_compiler.cache_clear()
     function = torch.compile(lambda x: x.sin() + 1, backend="mla")
     function(torch.ones(8))
     assert done.wait(60) and written[0][0] == 0
+
+
+def test_an_engine_starts_the_cpp_compiler_before_dynamo_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[str]()
+    monkeypatch.setattr("mla_compile.engine.steps.start_cpp_compiler", lambda: order.append("compiler"))
+
+    def lower(gm: Any, *_: Any) -> Any:
+        order.append("traced")
+        return gm.forward
+
+    monkeypatch.setattr("mla_compile.backend.lower_with_inductor", lower)
+    Engine(one_layer_model(), max_rows=1, compile=True).generate([[1, 2]], max_new_tokens=2)
+    assert order[0] == "compiler" and "traced" in order
 
 
 def test_one_thread_at_a_time_detects_the_instructions_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +182,8 @@ def test_one_thread_at_a_time_detects_the_instructions_of_the_cpu(monkeypatch: p
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", detect)
     monkeypatch.setattr(torch_internals, "_compile_smallest_kernel", lambda: None)
-    torch_internals._start_cpp_compiler.cache_clear()
-    torch_internals._start_cpp_compiler()
+    torch_internals.start_cpp_compiler.cache_clear()
+    torch_internals.start_cpp_compiler()
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(cpu_vec_isa.valid_vec_isa_list) for _ in range(3)]
     assert [each.result() for each in found] == [[]] * 3 and most == 1

@@ -17,7 +17,13 @@ from mla_compile.packing import padded_prompt_tokens
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks, ServedModel, SpeculativeDecoder
-from mla_compile.torch_internals import as_varying, compile_seconds, eager_until_compiled, with_own_code
+from mla_compile.torch_internals import (
+    as_varying,
+    compile_seconds,
+    eager_until_compiled,
+    start_cpp_compiler,
+    with_own_code,
+)
 
 EAGER_MIXED_STEPS = 16
 """Steps with prompts are compiled after this many steps that mix prompts and decode rows; until then they run eagerly.
@@ -187,6 +193,8 @@ class Steps:
 
     def _compile(self, name: str, compiled: Callable[..., Any], *args: Any) -> Any:
         """The first call of compiled code."""
+        if self._model.device.type == "cpu":
+            start_cpp_compiler()  # while Dynamo traces
         kind = f"{name}, drafts: {self._k}"
         with announce_if_slow(f"compiling the step ({kind}), a minute or two if it is new to this machine"):
             result = compiled(*args)
