@@ -34,6 +34,10 @@ _RESIZES = {
 }
 """Methods that change the sizes of a tensor: its example value has those after the last one."""
 
+_KNOWN_CALLS = {torch._C._set_grad_enabled, torch._C._log_api_usage_once}
+"""Calls without tensors that change nothing in another part: parts need no gradients. The second one counts uses of
+torch's features; a slice of an `nn.ModuleList` has it."""
+
 
 @dataclass(frozen=True)
 class Repetition:
@@ -142,8 +146,8 @@ def find_repetition(nodes: list[fx.Node], captured: bool) -> Repetition | None:
     It begins where the fewest values are alive: between two layers that is the hidden state. A layer has an op of this
     package: repetitions without one may be so short that their calls would cost more than they do.
     """
-    modes = [node for node in nodes if mutates(node) and not node.all_input_nodes]
-    if any(node.target is not torch._C._set_grad_enabled for node in modes):
+    modes = {node.target for node in nodes if mutates(node) and not node.all_input_nodes}
+    if modes - _KNOWN_CALLS:
         return None  # autocast, for example, which a part would not know of
     if any(op_name(node).partition(".")[0] in _RESIZES for node in nodes):
         return None

@@ -151,6 +151,23 @@ def stock_model(family: str, seed: int | None = None, **changes: Any) -> PreTrai
     return model
 
 
+def deep_model(family: str) -> PreTrainedModel:
+    """`stock_model` with 9 layers, or 12 of two kinds in turn."""
+    changes: dict[str, Any] = {"num_hidden_layers": 9}
+    if family == "longcat_flash":
+        changes = {"num_layers": 9}
+    elif family == "kimi_k25":
+        changes = {"text_config": _CONFIGS[family]["text_config"] | changes}
+    elif family == "glm_moe_dsa":
+        changes["indexer_types"] = ["full"] * 9
+    elif family in RECURRENT:
+        changes["num_hidden_layers"] = 12
+    if family == "kimi_linear":
+        changes["layer_types"] = ["linear_attention", "full_attention"] * 6
+        changes["mlp_layer_types"] = ["dense"] + ["sparse"] * 11
+    return stock_model(family, **changes)
+
+
 def randomize(module: nn.Module, seed: int) -> None:
     """Weights under which every part of the model matters and logits are sharp."""
     g = torch.Generator().manual_seed(seed)
