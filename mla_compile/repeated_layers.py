@@ -33,7 +33,6 @@ _RESIZES = {
     *("t_", "transpose_", "unsqueeze_"),
 }
 """Methods that change the sizes of a tensor: its example value has those after the last one."""
-
 _KNOWN_CALLS = {torch._C._set_grad_enabled, torch._C._log_api_usage_once}
 """Calls without tensors that change nothing in another part: parts need no gradients. The second one counts uses of
 torch's features; a slice of an `nn.ModuleList` has it."""

@@ -125,6 +125,18 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
     },
 }
+# Changes of families that a number of layers alone does not make deep.
+_DEEP: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"num_hidden_layers": 9, "indexer_types": ["full"] * 9},
+    "kimi_k25": {"text_config": _CONFIGS["kimi_k25"]["text_config"] | {"num_hidden_layers": 9}},
+    "longcat_flash": {"num_layers": 9},
+    "kimi_linear": {
+        "num_hidden_layers": 12,
+        "layer_types": ["linear_attention", "full_attention"] * 6,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+    },
+    "bailing_hybrid": {"num_hidden_layers": 12},
+}
 # Those that `AutoModelForCausalLM` does not know.
 _CLASSES = {"kimi_k25": Kimi_K25ForConditionalGeneration, "mistral4": Mistral4ForCausalLM}
 FAMILIES = tuple(_CONFIGS)
@@ -153,19 +165,7 @@ def stock_model(family: str, seed: int | None = None, **changes: Any) -> PreTrai
 
 def deep_model(family: str) -> PreTrainedModel:
     """`stock_model` with 9 layers, or 12 of two kinds in turn."""
-    changes: dict[str, Any] = {"num_hidden_layers": 9}
-    if family == "longcat_flash":
-        changes = {"num_layers": 9}
-    elif family == "kimi_k25":
-        changes = {"text_config": _CONFIGS[family]["text_config"] | changes}
-    elif family == "glm_moe_dsa":
-        changes["indexer_types"] = ["full"] * 9
-    elif family in RECURRENT:
-        changes["num_hidden_layers"] = 12
-    if family == "kimi_linear":
-        changes["layer_types"] = ["linear_attention", "full_attention"] * 6
-        changes["mlp_layer_types"] = ["dense"] + ["sparse"] * 11
-    return stock_model(family, **changes)
+    return stock_model(family, **_DEEP.get(family, {"num_hidden_layers": 9}))
 
 
 def randomize(module: nn.Module, seed: int) -> None:
