@@ -66,6 +66,12 @@ def plan_decode(
         # As text, since comparing symbolic sizes would add a guard.
         key = str((operands[3:], sizes, values.q_latent.dtype, chosen.name))
         if key not in plans:
-            plans[key] = inline(node, decode_plan_op, (*operands, len(plans), requested))
+            plans[key] = inline(node, _plan, (*operands, len(plans), requested))
         change_arguments(node, plan=plans[key])
     return gm
+
+
+def _plan(*args: Any) -> list[Any]:
+    """The tensors of a plan, each a node: layers compiled once take tensors, not lists (`repeated_layers`)."""
+    plan = decode_plan_op(*args)
+    return [plan[i] for i in range(len(value_of(plan.node)))]

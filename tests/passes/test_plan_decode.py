@@ -17,6 +17,7 @@ from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes import pipeline
 from mla_compile.passes.nodes import op_arguments
 from mla_compile.passes.plan_decode import plan_decode
+from mla_compile.repeated_layers import find_repetition
 from tests.kernel_cases import decode_case
 from tests.passes.capture import Stack, graph_of, make_inputs, nodes_of
 
@@ -120,6 +121,17 @@ def test_a_backend_that_plans_does_so_once_a_step_for_all_layers(by: str) -> Non
         PLANS.clear()
         torch.testing.assert_close(compiled(x, batch), expected)
         assert [(operands.q_len, place) for operands, place in PLANS] == [(3, 0)], "three layers"
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("planned")
+def test_layers_that_share_a_plan_are_compiled_once() -> None:
+    gm = pipeline.run(*graph_of(Stack(6), *make_inputs(rows=5, q_len=3)))
+    assert len(nodes_of(gm, "mla_decode_plan")) == 1
+    found = find_repetition(
+        [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")], captured=True
+    )
+    assert found is not None and found.times >= 4
 
 
 @pytest.mark.usefixtures("planned")
