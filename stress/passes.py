@@ -1,8 +1,9 @@
 """Random modules through all passes, against the same module run eagerly, in float64.
 
 A third of the cases are programs of 2 to 6 steps around calls of `mla_attention` (`tests/passes/random_programs.py`).
-The others are MLA in plain torch, which must be absorbed, or must not. The graph then runs op by op; Inductor compiles
-one program of 100. Results, inputs and buffers are compared.
+Half of these are the layers of a model, compiled once where `lower_layers_once` can. The other cases are MLA in plain
+torch, which must be absorbed, or must not. The graph then runs op by op; Inductor compiles one program of 200. Results,
+inputs and buffers are compared.
 """
 
 import argparse
@@ -11,17 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
 
 from mla_compile.check_batches import checked, checks_of
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
+from mla_compile.repeated_layers import lower_layers_once
 from mla_compile.torch_internals import know_least_sizes
 from stress.runner import Case, Draw, command
 from tests.passes.capture import make_inputs, without_kernels
-from tests.passes.random_programs import STEPS, Program
+from tests.passes.random_programs import STEPS, Layers, Program
 from tests.passes.test_absorb_random import CHANGES, Form
 from tests.passes.test_absorb_random import check as check_form
 
@@ -31,16 +33,28 @@ WITHOUT_KERNELS = without_kernels(*PASSES)
 
 
 class Backend:
-    """The passes, then "eager", which runs the graph's nodes, or "aot_eager", which checks aliasing and writes too."""
+    """The passes, then "eager", which runs the graph's nodes, or "aot_eager", which checks aliasing and writes too.
 
-    def __init__(self, passes: Sequence[Any], lower: str) -> None:
-        self.passes, self.lower = passes, lower
+    captured: that of `lower_layers_once`; None: without it.
+    """
+
+    def __init__(self, passes: Sequence[Any], lower: str, captured: bool | None = None) -> None:
+        self.passes, self.lower, self.captured = passes, lower, captured
+        self.is_whole = True
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         know_least_sizes(inputs)
         checks = checks_of(gm)
         gm = pipeline.run(gm, inputs, self.passes)
-        return checked(lookup_backend(self.lower)(gm, list(inputs)), checks)
+        lower = lookup_backend(self.lower)
+        if self.captured is None:
+            return checked(lower(gm, list(inputs)), checks)
+
+        def counted(part: fx.GraphModule, examples: Sequence[Any], _: object) -> Callable[..., Any]:
+            self.is_whole = part is gm
+            return lower(part, list(examples))
+
+        return checked(lower_layers_once(gm, inputs, {}, counted, self.captured), checks)
 
 
 def drawn_batch(draw: Draw) -> dict[str, Any]:
@@ -67,11 +81,21 @@ def program(draw: Draw) -> str:
     ]
     results = [-1, *(draw.randrange(9) for _ in range(draw.randrange(3)))]
     batches = [drawn_batch(draw) for _ in range(draw.choice((1, 1, 2)))]
-    model = Program(steps, results, draw.randint(1, 2), draw.randrange(100))
-    kind = draw.choices(("passes", "all passes", "batch-invariant", "inductor"), (20, 60, 18, 1))[0]
+    drawn = steps, results, draw.randint(1, 2), draw.randrange(100)
+    kind = draw.choices(
+        ("passes", "all passes", "batch-invariant", "inductor", "layers"), (20, 60, 18, 1, 100)
+    )[0]
     lower = lowered(draw)
     draw.note(kind, lower, *steps, "results", results, batches)
     backend: Any = Backend(WITHOUT_KERNELS if kind == "all passes" else PASSES, lower)
+    model: nn.Module = Program(*drawn)
+    if kind == "layers":
+        count, shared = draw.randint(5, 6), draw.choice(("nothing", "nothing", "caches", "all"))
+        model, captured = Layers(*drawn, count, shared), draw.random() < 0.5
+        backend = Backend(
+            draw.choice((PASSES, WITHOUT_KERNELS)), draw.choice(("eager", "aot_eager")), captured
+        )
+        draw.note(count, "layers, shared:", shared, "captured:", captured, backend.lower)
     if kind == "batch-invariant":
         backend = Backend([*WITHOUT_KERNELS, make_batch_invariant], lower)
     eager = copy.deepcopy(model)
@@ -91,10 +115,14 @@ def program(draw: Draw) -> str:
                 ):
                     return "program, batch-invariant, refused by name"
                 raise
+        if not all(value.isfinite().all() for value in expected):
+            return "layers, overflown"
         for one, other in zip(
             (*found, mine, *model.buffers()), (*expected, x, *eager.buffers()), strict=True
         ):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    if kind == "layers":
+        return f"layers, compiled {'whole' if backend.is_whole else 'once'}"
     return f"program, {kind}"
 
 

@@ -64,11 +64,40 @@ class Program(nn.Module):
             pages = torch.randn(49, PAGE_SIZE, RANK + ROPE, dtype=torch.float64)
             self.register_buffer(f"cache{i}", pages if i < caches else self.get_buffer("cache0"))
 
-    def forward(self, x: Tensor, batch: MLABatch) -> list[Tensor]:
-        values = [x]
+    def forward(self, x: Tensor, batch: MLABatch, *more: Tensor) -> list[Tensor]:
+        values = [x, *more]
         for name, one, other in self.steps:
             values.append(STEPS[name](self, values, batch, one % len(values), other % len(values)))
         return [values[i % len(values)] for i in self.results]
+
+
+class Layers(nn.Module):
+    """Programs of the same steps, one after the other. The results of each are the values of the next.
+
+    shared: what layers have in common: "nothing", "caches", or "all", as one layer that repeats.
+    """
+
+    def __init__(
+        self,
+        steps: list[tuple[str, int, int]],
+        results: list[int],
+        caches: int,
+        seed: int,
+        count: int,
+        shared: str,
+    ) -> None:
+        super().__init__()
+        layers = [Program(steps, results, caches, seed + i) for i in range(1 if shared == "all" else count)]
+        if shared == "caches":
+            for layer in layers:
+                layer.cache0, layer.cache1 = layers[0].cache0, layers[0].cache1
+        self.layers = nn.ModuleList(layers * (count // len(layers)))
+
+    def forward(self, x: Tensor, batch: MLABatch) -> list[Tensor]:
+        values = [x]
+        for layer in self.layers:
+            values = layer(values[0], batch, *values[1:])
+        return values
 
 
 def norm_of(x: Tensor, factor: Tensor, eps: float = 1e-5) -> Tensor:
