@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
 from mla_compile.passes.nodes import namespace_of, op_name, value_of
-from mla_compile.torch_internals import is_symbol, is_wrapper, storage_key, symbols_of
+from mla_compile.torch_internals import is_plain, is_symbol, storage_key, symbols_of
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 50 us on the host."""
@@ -34,8 +34,8 @@ _RESIZES = {
 }
 """Methods that change the sizes of a tensor: its example value has those after the last one."""
 _KNOWN_CALLS = {torch._C._set_grad_enabled, torch._C._log_api_usage_once}
-"""Calls without tensors that change nothing in another part: parts need no gradients. The second one counts uses of
-torch's features; a slice of an `nn.ModuleList` has it."""
+"""Calls without tensors that parts leave out. Parts need no gradients, and would leave them enabled if another part
+disables them. The second call counts uses of torch's features; a slice of an `nn.ModuleList` has it."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class _Assembly:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         for node in nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target not in _KNOWN_CALLS:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(map(copies.__getitem__, outputs)))
         return fx.GraphModule(self._gm, graph)
 
@@ -200,13 +201,15 @@ def _outputs(nodes: list[fx.Node], start: int, length: int, times: int) -> list[
     """`Repetition.outputs` of nodes whose `_described` repeats; None if they do not do the same with each other's
     values and with their inputs, or parts of the graph cannot be compiled apart."""
     end, wiring, outputs = start + times * length, None, set[int]()
+    if not _is_apart(nodes[:start]) or not _is_apart(nodes[end:]):
+        return None
     for first in range(start, end, length):
         layer = nodes[first : first + length]
         wiring = wiring or _wiring(layer)
         if wiring != _wiring(layer) or not _is_apart(layer):
             return None
         outputs.update(_used_outside(layer))
-    return sorted(outputs) if _is_apart(nodes[:start]) and _is_apart(nodes[end:]) else None
+    return sorted(outputs)
 
 
 def _is_apart(nodes: list[fx.Node]) -> bool:
@@ -220,7 +223,7 @@ def _is_apart(nodes: list[fx.Node]) -> bool:
     memory_of_inputs = list(map(storage_key, tensors))
     written = memory(target for node in nodes for target in may_write(node))
     return not (
-        any(isinstance(value, Tensor) and is_wrapper(value) for value in passed)
+        any(isinstance(value, Tensor) and not is_plain(value) for value in passed)
         or any(value.requires_grad and key in written for value, key in zip(tensors, memory_of_inputs))
         or any(memory_of_inputs.count(key) > 1 for key in written)
         or _unknown_symbols(inputs)

@@ -154,6 +154,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether compiled code can take a tensor as an input: not one of a subclass that wraps other tensors, a view that
+    negates or conjugates, a complex view of real numbers, or a real view of complex ones."""
+    base = tensor if tensor._base is None else tensor._base
+    lazy = tensor.is_neg() or tensor.is_conj() or base.is_complex() != tensor.is_complex()
+    return not (lazy or is_wrapper(tensor))
+
+
 def inductor_modes() -> dict[str, dict[str, Any]]:
     """Inductor's options of each `torch.compile` mode."""
     from torch._inductor import list_mode_options

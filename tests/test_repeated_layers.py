@@ -1,5 +1,6 @@
 """Layers that repeat are compiled once, and compute what the whole graph computes."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -153,6 +154,39 @@ def test_what_is_compiled_whole(
     assert (len(num_nodes) == 1) == (is_whole or bool(options))
 
 
+class OfView(Model):
+    """Its layers read a view that is made before them."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+        self.register_buffer("base", torch.randn(4, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.view(self.base)
+        for layer in self.layers:
+            x = layer(x) * factor.real
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: torch._neg_view(base)[:, :WIDTH],
+        lambda base: torch.view_as_complex(base.view(4, WIDTH, 2)).conj().imag,
+        lambda base: torch.view_as_complex(base.view(4, WIDTH, 2)),
+    ],
+    ids=["negated", "conjugated", "complex"],
+)
+def test_a_view_that_compiled_code_cannot_take_as_an_input(
+    view: Callable[[Tensor], Tensor], num_nodes: list[int]
+) -> None:
+    model, x = OfView(view), torch.randn(4, WIDTH)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+    assert len(num_nodes) == 1
+
+
 class Differentiable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() + norm(x.detach())
@@ -230,3 +264,45 @@ def test_autocast_in_the_middle_holds_for_all_layers() -> None:
     result = compiled(model)(x)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, model(x), rtol=0.1, atol=0.1)
+
+
+class Enabling(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return x * 2
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradients_are_enabled_afterwards_as_before(enabled: bool, num_nodes: list[int]) -> None:
+    model, x = Enabling().requires_grad_(False), torch.randn(4, WIDTH)
+    with torch.set_grad_enabled(enabled):
+        torch.testing.assert_close(compiled(model)(x), model(x))
+        assert torch.is_grad_enabled() == enabled
+    assert len(num_nodes) > 1
+
+
+class Writing(Model):
+    """All layers write to one buffer, and read it through a view that was made before them."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(nn.Linear, WIDTH, WIDTH))
+        self.register_buffer("seen", torch.zeros(16, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        view = self.seen[2:6]
+        for layer in self.layers:
+            self.seen.add_(x.mean())
+            x = norm(layer(x)) + view
+        return x, view
+
+
+@torch.no_grad()
+def test_layers_that_write_to_the_memory_of_a_view(num_nodes: list[int]) -> None:
+    model, x = Writing(), torch.randn(4, WIDTH)
+    other = copy.deepcopy(model)
+    call = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close((*call(x), model.seen), (*other(x), other.seen))
+    assert len(num_nodes) == 1

@@ -69,7 +69,7 @@ def complete(
     if given[0].line is None:  # it is --prompt
         completions = _show(given[0], updates, checkpoint)
     else:
-        with announce_if_slow(f"completing {len(prompts)} prompts"):
+        with announce_if_slow(f"completing {len(prompts)} prompt{'s' * (len(prompts) > 1)}"):
             *_, completions = updates
     by_prompt: defaultdict[int, list[Completion]] = defaultdict(list)
     for completion in completions:

@@ -108,7 +108,9 @@ def _parse(line: str, name: str, number: int, settings: dict[str, Any]) -> Given
 
 def check_text(prompt: object, name: str) -> None:
     """Raise `MLAError` unless it is a string without lone surrogates (an argument's bytes that are not UTF-8)."""
-    if not isinstance(prompt, str) or re.search("[\ud800-\udfff]", prompt):
+    if not isinstance(prompt, str):
+        raise MLAError(f"{name}: prompt", "a string", _shorten(prompt))
+    if re.search("[\ud800-\udfff]", prompt):
         raise MLAError(f"{name}: prompt", "valid Unicode text", _shorten(prompt))
 
 

@@ -52,9 +52,12 @@ class Intake:
             sampling = [sampling or self.sampling] * len(prompts)
         if grammars is None or isinstance(grammars, Grammar):
             grammars = [grammars] * len(prompts)
-        for name, given in (("sampling", sampling), ("grammars", grammars)):
+        for name, kind, given in (
+            ("sampling", "SamplingParams", sampling),
+            ("grammars", "a Grammar", grammars),
+        ):
             if not isinstance(given, Sequence):
-                raise MLAError(name, "one for all prompts, or a list", repr(given))
+                raise MLAError(name, f"{kind} for all prompts, or a list with one for each", repr(given))
             if len(given) != len(prompts):
                 raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
         progress = Progress()
@@ -132,7 +135,8 @@ def check_prompt(name: str, prompt: object, *, vocab_size: int, limit: tuple[str
         MLAError: another type, no token, one outside the vocabulary, too many.
     """
     if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence):
-        raise MLAError(name, "a list of token ids", type(prompt).__name__)
+        hint = "tokenize text, or use mla_compile.generate" if isinstance(prompt, str) else ""
+        raise MLAError(name, "a list of token ids", type(prompt).__name__, hint)
     if not prompt:
         raise MLAError(name, "at least one token", "an empty prompt")
     if len(prompt) >= limit[1]:

@@ -45,20 +45,24 @@ def _absorb(node: fx.Node) -> str | None:
     if found is None:
         return None
     _check(found)
-    q_len = size_hint(tensor_of(found.query).shape[2])
+    tokens = tensor_of(found.query).shape[2]
+    q_len = size_hint(tokens)
     rank = size_hint(tensor_of(found.keys.latents).shape[-1])
     keys = size_hint(found.shared.sizes[2]) or _MANY_KEYS
     if q_len is None or rank is None:
         raise Refusal("the number of query tokens is unknown at compile time")
     sizes = f"{q_len} query token{'s' if q_len > 1 else ''} over {keys} keys"
-    if not absorbing_pays(q_len, keys, rank, found.nope[1], found.rope[1], found.values.width):
+    # A symbolic number is compared with a guard: torch compiles again for as many tokens as need the other form.
+    if not absorbing_pays(tokens, keys, rank, found.nope[1], found.rope[1], found.values.width):
         raise Refusal(f"expanding costs less for {sizes}")
     _emit_fused(found) if found.fused else _emit_products(found)
     how = "attention on masked latents" if found.fused else "two products"
     return f"{how}, for {sizes}"
 
 
-def absorbing_pays(q_len: int, keys: int, rank: int, nope: int, rope: int, v: int) -> bool:
+def absorbing_pays(
+    q_len: int | torch.SymInt, keys: int, rank: int, nope: int, rope: int, v: int
+) -> bool | torch.SymBool:
     """Whether the absorbed form takes fewer multiplications, for each row and head.
 
     rank, nope, rope, v: widths of latents, of both parts of the keys, and of values. With the widths of DeepSeek-V3 and

@@ -13,6 +13,7 @@ The name and the plan are arguments of the node, so graphs with different choice
 caches. The op's fake implementation raises an error at compile time if a backend cannot run the call.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from mla_compile.ops.attention.decode import decode_op, decode_plan_op
 from mla_compile.ops.attention.decode_backends import QUERIES, decode_call, select_backend
 from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.passes.effects import writer_between
 from mla_compile.passes.emit import change_arguments, inline
 from mla_compile.passes.nodes import calls, op_arguments, value_of
 
@@ -47,7 +49,8 @@ def plan_decode(
         for node in calls(gm.graph, op) if backend is not None else ():
             if op_arguments(node)[name] is None:
                 change_arguments(node, **{name: backend})
-    plans: dict[str, Any] = {}
+    plans, places = dict[str, tuple[list[fx.Node], fx.Node]](), itertools.count()
+    """The plan of each kind of call, and the last call that has it."""
     for node in calls(gm.graph, decode_op):
         given = op_arguments(node)
         operands = DecodeOperands(*(given[name] for name in DecodeOperands._fields))
@@ -62,12 +65,18 @@ def plan_decode(
             continue
         if requested is None and not chosen.constraints.keys() <= {*call.facts, QUERIES}:
             continue  # a size that is symbolic may rule it out in a call
+        of_rows: tuple[Any, ...] = operands[3:]
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]
         # As text, since comparing symbolic sizes would add a guard.
-        key = str((operands[3:], sizes, values.q_latent.dtype, chosen.name))
-        if key not in plans:
-            plans[key] = inline(node, _plan, (*operands, len(plans), requested))
-        change_arguments(node, plan=plans[key])
+        key = str((of_rows, sizes, values.q_latent.dtype, chosen.name))
+        plan, last = plans.get(key, (None, node))
+        if (
+            plan is None
+            or writer_between(last, node, [x for x in of_rows if isinstance(x, fx.Node)]) is not None
+        ):
+            plan = inline(node, _plan, (*operands, next(places), requested))
+        change_arguments(node, plan=plan)
+        plans[key] = plan, node
     return gm
 
 

@@ -42,7 +42,7 @@ MALFORMED = {
     '{"prompt": "a", "min_tokens": 999}': "min_tokens: expected at most max_tokens = ",
     '{"prompt": "a", "max_tokens": 2, "min_tokens": 3}': "min_tokens: expected at most max_tokens = 2, got 3",
     '{"prompt": "a", "ignore_eos": 1}': "ignore_eos: expected True or False, got 1",
-    '{"prompt": 5}': "expected valid Unicode text",
+    '{"prompt": 5}': "expected a string",
     '{"prompt": "\\ud800"}': "expected valid Unicode text",
     '{"prompt": ""}': "an empty prompt",
     '{"prompt_token_ids": []}': "an empty prompt",

@@ -355,7 +355,10 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
         (lambda e: e.add([1], priority="high"), "^priority: expected an integer, got 'high'"),
         (lambda e: e.add([1], client=7), "^client: expected a str or None, got 7"),
         (lambda e: e.generate(None), "^prompts: expected a list of prompts"),
-        (lambda e: e.generate([[1]], 0.7), "^sampling: expected one for all prompts, or a list, got 0.7"),
+        (
+            lambda e: e.generate([[1]], 0.7),
+            "^sampling: expected SamplingParams for all prompts, or a list with one for each, got 0.7",
+        ),
         (lambda e: e.generate([[1]], [None]), r"^sampling\[0\]: expected SamplingParams, got None"),
         (lambda e: e.add([1], grammar="a*"), "^grammar: expected a Grammar or None, got str"),
         (lambda e: e.reset_prefix_cache(), "^reset_prefix_cache: .*, got 4 under way"),

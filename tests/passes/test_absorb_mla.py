@@ -315,6 +315,18 @@ def test_prefill_is_left_expanded(logged: Callable) -> None:
     assert re.search(rf"not fused: .*\b{KEYS} query tokens.*\b{KEYS} keys", logged()[0])
 
 
+def test_a_graph_for_many_lengths_serves_those_of_its_form_only() -> None:
+    capture = Capture([absorb_mla])
+    module = Plain()
+    compiled = torch.compile(copy.deepcopy(module), backend=capture, fullgraph=True)
+    for q_len in (2, 3, KEYS, KEYS - 1, 4):
+        inputs = make_inputs(q_len)
+        torch._dynamo.mark_dynamic(inputs[0], 1)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), module(*inputs), atol=1e-10, rtol=0)
+    assert [bool(expanded_tensors(gm)) for gm in capture.after] == [False, True]
+
+
 def test_the_cost_model_knows_decode_from_prefill() -> None:
     def pays(q_len: int, keys: int) -> bool:
         return absorbing_pays(q_len, keys, rank=512, nope=128, rope=64, v=128)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,22 @@ def test_a_backend_that_plans_does_so_once_a_step_for_all_layers(by: str) -> Non
         PLANS.clear()
         torch.testing.assert_close(compiled(x, batch), expected)
         assert [(operands.q_len, place) for operands, place in PLANS] == [(3, 0)], "three layers"
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("planned")
+def test_a_call_after_a_write_to_the_lengths_gets_a_plan_of_its_own() -> None:
+    def twice(backend: str, *args: Any) -> list[Tensor]:
+        lengths = args[4].clone()
+        operands = *args[:4], lengths, *args[5:]
+        outs = [decode_op(*operands, backend)[0] for _ in range(2)]
+        lengths.sub_(1)
+        return [*outs, decode_op(*operands, backend)[0]]
+
+    args = decode_case([5, 3], page_size=4).args()
+    found = torch.compile(twice, backend="mla", fullgraph=True)("planned", *args)
+    torch.testing.assert_close(found, twice("reference", *args))
+    assert [place for _, place in PLANS] == [0, 1]
 
 
 @torch.no_grad()

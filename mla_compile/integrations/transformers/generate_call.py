@@ -102,6 +102,8 @@ class GenerateCall:
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
+    if input_ids.shape[-1] == 0:
+        raise MLAError("input_ids", "at least one token a row", list(input_ids.shape))
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
