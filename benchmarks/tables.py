@@ -118,8 +118,8 @@ def figures() -> str:
             "transformers_generate",
         ),
         (
-            "tokens a second of 1 and of 32 rows, GLM-4.7-Flash's shape with an EAGLE-3 head, at the 2.4 tokens a step "
-            "that its published head reaches",
+            "tokens a second of 1 and of 32 rows, GLM-4.7-Flash's shape with an EAGLE-3 head, if a step writes 2.4 "
+            "tokens, as with its published head",
             f"**{one:,.0f}** and **{many:,.0f}**; {plain:,.0f} and {plain_many:,.0f} without drafts",
             "eagle3_step",
         ),
@@ -131,8 +131,8 @@ def figures() -> str:
         ),
         (
             "decode attention over one row of 65,536 tokens",
-            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f}; on average "
-            f"over {num_cases} cases the faster of the two is {ahead(ratio)} ours",
+            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f}. Over "
+            f"{num_cases} cases, the faster of the two is on average {ahead(ratio)} ours",
             "decode",
         ),
     ]

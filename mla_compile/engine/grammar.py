@@ -30,6 +30,11 @@ MAX_SOURCE = 2**20
 _LIMITS = {"max_grammar_size": 20_000, "initial_lexer_fuel": 500_000}
 """llguidance's limits, so that compiling takes a second or two at most. Larger grammars hardly ever work: its parser
 gives up if thousands of alternatives begin at one place."""
+_KINDS = {
+    "json_schema": "a JSON schema",
+    "regex": "a regular expression",
+    "ebnf": "rules in Lark's form (`start: ...`)",
+}
 _TOO_LARGE = re.compile(r"too (big|large|many)|fuel exhausted|row has \d+ items|symbols\.len", re.IGNORECASE)
 
 
@@ -57,7 +62,8 @@ class Grammar:
         self._matcher: LLMatcher = lib.LLMatcher(known, source, log_level=0, limits=limits)
         self._matcher.compute_bitmask()  # fails if the grammar allows no token
         if self._matcher.is_error():
-            raise MLAError(name, "a grammar that llguidance accepts", _message(self._matcher))
+            kind = _KINDS.get(name, "a grammar")
+            raise MLAError(name, f"{kind} that llguidance accepts", _message(self._matcher))
         self.vocab_size: int = known.vocab_size
         self.eos_id: int = known.eos_token
 
@@ -353,6 +359,7 @@ def _executor() -> "LLExecutor":
 def _message(matcher: "LLMatcher") -> str:
     """llguidance's error on one line, or a plainer one for known errors."""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    text = re.sub(r"^at \d+\(\d+\): ", "", text)  # a place in text that llguidance wrote
     if text.startswith("NoExtension"):
         return "one that allows no token of the tokenizer"
     if _TOO_LARGE.search(text):

@@ -301,7 +301,10 @@ def test_the_installed_command_reports_a_mistake_the_same_way():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--regex", "a("], "regex: expected a grammar that llguidance accepts, got"),
+        (
+            ["--regex", "a("],
+            "regex: expected a regular expression that llguidance accepts, got invalid regex",
+        ),
         (["--regex", "a", "--json-schema", "b"], "--json-schema, --regex: expected one of them, got both"),
         (["--json-schema", "missing.json"], "--json-schema missing.json: expected a readable file"),
     ],

@@ -43,7 +43,8 @@ class Accelerated:
             raise MLAError("use_mtp", expected, use_mtp)
         positions = self.target.max_position_embeddings
         if positions is not None and call.longest > positions:
-            raise MLAError("max_length", f"at most the model's {positions} positions", call.longest)
+            hint = "shorten the prompt, or lower max_new_tokens"
+            raise MLAError("max_length", f"at most the model's {positions} positions", call.longest, hint)
         rows, length = self._config.max_rows, self._config.max_model_len
         assert length is not None
         while rows < len(call.prompts):
