@@ -73,11 +73,7 @@ class Layouts:
             if x.dtype not in _FLOATS:
                 raise MLAError(name, "float16, bfloat16, float32 or float64", _show(x))
             if kind != "float" and x.dtype != first.dtype:
-                hint = (
-                    "convert one of them, or allocate the cache in it"
-                    if layout == PAGED
-                    else "convert one of them"
-                )
+                hint = "convert one of them" + ", or allocate the cache in it" * (layout == PAGED)
                 raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), hint)
             inference_only(name, x)
 

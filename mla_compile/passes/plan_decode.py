@@ -49,8 +49,9 @@ def plan_decode(
         for node in calls(gm.graph, op) if backend is not None else ():
             if op_arguments(node)[name] is None:
                 change_arguments(node, **{name: backend})
-    plans, places = dict[str, tuple[list[fx.Node], fx.Node]](), itertools.count()
+    plans = dict[str, tuple[list[fx.Node], fx.Node]]()
     """The plan of each kind of call, and the last call that has it."""
+    places = itertools.count()
     for node in calls(gm.graph, decode_op):
         given = op_arguments(node)
         operands = DecodeOperands(*(given[name] for name in DecodeOperands._fields))
@@ -70,10 +71,8 @@ def plan_decode(
         # As text, since comparing symbolic sizes would add a guard.
         key = str((of_rows, sizes, values.q_latent.dtype, chosen.name))
         plan, last = plans.get(key, (None, node))
-        if (
-            plan is None
-            or writer_between(last, node, [x for x in of_rows if isinstance(x, fx.Node)]) is not None
-        ):
+        read = [operand for operand in of_rows if isinstance(operand, fx.Node)]
+        if plan is None or writer_between(last, node, read) is not None:
             plan = inline(node, _plan, (*operands, next(places), requested))
         change_arguments(node, plan=plan)
         plans[key] = plan, node

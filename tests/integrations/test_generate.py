@@ -515,6 +515,12 @@ def test_a_model_without_a_head_is_refused_with_the_class_that_has_one(family: s
         accelerate(body)
 
 
+def test_a_prompt_without_tokens_is_refused(model: Any) -> None:
+    accelerate(model, compile=False)
+    with pytest.raises(MLAError, match=r"^input_ids: expected at least one token a row"):
+        model.generate(IDS[:1, :0], max_new_tokens=2, do_sample=False)
+
+
 def test_the_models_positions_bound_it() -> None:
     model: Any = stock_model("youtu", max_position_embeddings=40)
     with pytest.raises(MLAError, match="max_model_len: expected at most the model's 40 positions, got 64"):
@@ -614,8 +620,9 @@ def test_bad_arguments_are_named_and_the_model_stays_stock(
 
 
 def test_models_that_would_run_wrongly_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MLAError, match="MLA attention"):
-        accelerate(nn.Linear(2, 2))  # type: ignore[type-var]
+    for other in (nn.Linear(2, 2), "path/to/checkpoint"):
+        with pytest.raises(MLAError, match=r"^model: expected a transformers model with MLA attention"):
+            accelerate(other)  # type: ignore[type-var]
     with pytest.raises(MLAError, match="evaluation mode"):
         accelerate(stock_model("youtu").train())
     biased = stock_model("youtu")

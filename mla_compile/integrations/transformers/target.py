@@ -238,14 +238,10 @@ def _kind(x: Tensor) -> tuple[torch.dtype, torch.device]:
 
 def check_model(model: Any) -> None:
     """Raises `MLAError` for a model that `TransformersTarget` cannot run correctly."""
-    if not issubclass(type(model), nn.Module):
-        hint = "load it with AutoModelForCausalLM"
-        raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, hint)
-    _check_whole(model)
-    layers = attention_layers(model)
-    if not layers or not hasattr(model, "get_decoder"):
+    if not hasattr(model, "get_decoder") or not (layers := attention_layers(model)):
         hint = "docs/transformers.md lists the families"
         raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, hint)
+    _check_whole(model)
     indexers = [layer.indexer for layer in layers if getattr(layer, "indexer", None) is not None]
     unknown = {type(each).__name__ for each in indexers} - INDEXERS.keys()
     if unknown:
