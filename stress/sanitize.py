@@ -198,6 +198,7 @@ GROUPS = {
             *(f"{KERNELS}test_drawn_products_of_any_strides[{n}]" for n in range(3)),
             f"{KERNELS}test_no_tile_of_blocks_changes_a_bit[(256, 80)-torch.bfloat16]",
             f"{KERNELS}test_a_product_of_few_tokens[torch.bfloat16-7-41]",
+            f"{KERNELS}test_a_norm_in_the_launch_of_its_product[torch.bfloat16-768]",
             *(f"{KERNELS}test_a_product_by_head[w_uk-torch.bfloat16-{n}]" for n in (1, 20)),
             "tests/test_gpu_fp8.py::test_products_equal_the_definition[torch.bfloat16-7-41]",
         ),

@@ -37,6 +37,7 @@ from mla_compile.ops.linear.matmul import (
     fused_linear,
     matmul_by_head,
 )
+from mla_compile.ops.linear.norm_linear import norm_linear
 from mla_compile.ops.linear.tiles import many_block_tiles, matmul_tiles
 from mla_compile.ops.norm.rms_norm import fused_add_rms_norm
 from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
@@ -67,6 +68,7 @@ from tests.kernel_cases import (
 from tests.ops import row_argmax as argmax_rows
 from tests.ops import sample_tokens as samples
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
+from tests.ops.norm_linear import check as check_norm_linear
 from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
 from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
 from tests.ops.prefill_conformance import Subject as PrefillSubject
@@ -1197,6 +1199,38 @@ def test_a_norm_in_the_launch_of_the_routers_scores(name: str, hidden: int) -> N
     for tokens in (1, 8, 32, 33):
         for dtype in (torch.bfloat16, torch.float32):
             check_after_norm(norm_router, router_args(name, tokens, hidden, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("k", [768, 2048, 5120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_in_the_launch_of_its_product(dtype: torch.dtype, k: int) -> None:
+    for tokens in (1, 2, 8):
+        check_norm_linear(norm_linear, dtype, tokens, k, "cuda")
+
+
+def test_a_norm_in_the_launch_of_its_product_waits_for_the_kernel_before() -> None:
+    """In a graph each launch starts while the one before runs; the results are those of separate launches."""
+    hidden, layers = 2048, 20
+    weights = [torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) * 0.03 for _ in range(layers)]
+    scale = torch.rand(hidden, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x: torch.Tensor, *, alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x
+        for weight in weights:
+            x, residual = norm_linear(x, residual, scale, 1e-6, weight)
+            if alone:
+                torch.cuda.synchronize()
+        return x, residual
+
+    x = torch.randn(1, hidden, device="cuda", dtype=torch.bfloat16)
+    chain(x, alone=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x, alone=False)
+    for seed in range(50):
+        x.copy_(torch.randn(1, hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)))
+        graph.replay()
+        assert all(map(torch.equal, out, chain(x.clone(), alone=True)))
 
 
 @pytest.mark.parametrize(("n_first", "n_second", "k"), [(768, 576, 2048), (1536, 1536, 2048)], ids=str)

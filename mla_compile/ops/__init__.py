@@ -9,7 +9,7 @@ from mla_compile.ops.attention.prefill import mla_prefill
 from mla_compile.ops.attention.segments import decode_segment, prefill_segment
 from mla_compile.ops.collectives import collectives as _collectives  # noqa: F401
 from mla_compile.ops.experts import moe, norm_router  # noqa: F401
-from mla_compile.ops.linear import fp8_linear  # noqa: F401
+from mla_compile.ops.linear import fp8_linear, norm_linear  # noqa: F401
 from mla_compile.ops.reductions import last_dim  # noqa: F401
 from mla_compile.ops.sampling import sample  # noqa: F401
 

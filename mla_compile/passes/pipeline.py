@@ -21,6 +21,7 @@ from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_linear import fuse_linear
+from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
@@ -49,8 +50,9 @@ PASSES: list[Pass] = [
     fuse_rms_norm,  # after all passes that match a norm's operations, or the readers of a norm
     fuse_all_reduce,  # after `fuse_rms_norm`: it matches its op
     fuse_linear,  # the passes before it match single products
-    remove_noops,  # before the pass that matches a norm and its reader without views in between
+    remove_noops,  # before the passes that match a norm and its reader without views in between
     fuse_norm_router,  # after `fuse_all_reduce`, which may replace the norm
+    fuse_norm_linear,  # after `fuse_linear`: it matches its op
 ]
 
 

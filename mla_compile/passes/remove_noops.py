@@ -2,7 +2,7 @@
 
     before                                                                after
 
-    x ──> flatten ──> fused_linear ──> view ──> flatten ──> norm_router   x ──> fused_linear ──> norm_router
+    x ──> flatten ──> fused_linear ──> view ──> flatten ──> norm_linear   x ──> fused_linear ──> norm_linear
 
 Models see tokens as `[1, tokens, width]` and our ops see `[tokens, width]`, so the passes insert views on both sides of
 an op, and nodes for the views' sizes. Torch runs each of them on fake tensors four times. In a layer of GLM-4.7-Flash

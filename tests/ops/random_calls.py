@@ -26,6 +26,7 @@ from mla_compile.ops.experts.moe import _experts
 from mla_compile.ops.experts.routing import choose_experts, moe_router
 from mla_compile.ops.linear.fp8_linear import fp8_linear
 from mla_compile.ops.linear.matmul import batch_invariant_matmul, fused_linear, matmul_by_head
+from mla_compile.ops.linear.norm_linear import norm_linear
 from mla_compile.ops.norm.rms_norm import fused_add_rms_norm, fused_rms_norm
 from mla_compile.ops.reductions.last_dim import batch_invariant_sum, row_argmax
 from mla_compile.ops.sampling.sample import sample_tokens
@@ -554,6 +555,32 @@ def linear_fp8(draw: Draw, device: str) -> Call:
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + eps)
     return out if weight is None else out * weight.double()
+
+
+@case_of
+def linear_after_norm(draw: Draw, device: str) -> Call:
+    dtype, k, tokens = dtype_of(draw, device), size(draw, device, (128,), 12), draw.randint(0, 5)
+    x, residual = (strided(draw, randn(draw, dtype, tokens, k)) for _ in range(2))
+    first, *second = linear_weights(draw, device, dtype, k)
+    args = {
+        "x": x,
+        "residual": draw.block.choice((None, residual)),
+        "eps": 1e-5,
+        "first": first,
+        "norm_weight": draw.block.choice((None, randn(draw, dtype, k))),
+        "second": second[0] if second else None,
+        "batch_invariant": draw.block.random() < 0.3,
+    }
+
+    def check(before: Args, _: Args, result: tuple[Tensor, Tensor]) -> None:
+        x, residual, eps = before["x"], before["residual"], before["eps"]
+        total = x if residual is None else x + residual
+        product = normed(total, before["norm_weight"], eps)
+        weights = [w for w in (before["first"], before["second"]) if w is not None]
+        check_products(result[0], x.dtype, product, weights, units=4)
+        check_result(result[1], x.dtype, total if residual is not None else x[:0])
+
+    return Call(norm_linear, args, check)
 
 
 @case_of

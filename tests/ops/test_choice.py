@@ -405,6 +405,7 @@ ANY_CALL: dict[str, tuple[Any, ...]] = {
     "fused_rms_norm": (X, None, 1e-6),
     "fused_add_rms_norm": (X, X, None, 1e-6),
     "all_reduce_add_rms_norm": (X, X, None, 1e-6, False),
+    "norm_linear": (X, None, None, 1e-6, W, None),
     "norm_router": (X, X, None, 1e-6, W, None, 2, 1, 1, False, False, 1.0, False),
     "batch_invariant_sum": (X,),
 }

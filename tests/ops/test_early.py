@@ -17,7 +17,7 @@ from mla_compile.ops import dependent_launch
 from mla_compile.ops.attention.kernels import norm_rope_append, rotate_queries
 from mla_compile.ops.device import triton_version
 from mla_compile.ops.experts.kernels import moe, moe_gemv, routing
-from mla_compile.ops.linear.kernels import by_head, fp8_linear, linear
+from mla_compile.ops.linear.kernels import by_head, fp8_linear, gemv, linear
 from mla_compile.ops.linear.operands import FP8LinearOperands
 from mla_compile.ops.norm.kernels import rms_norm
 
@@ -41,6 +41,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "norm and router": lambda: routing.norm_router_triton(
         x := torch.zeros(2, 64, dtype=BF16), x, None, 1e-6, *router_args("glm", 2, 64, BF16)[1:]
     ),
+    "norm and gemv": lambda: gemv.multiply(
+        x := torch.zeros(1, 512, dtype=BF16),
+        torch.zeros(64, 512, dtype=BF16),
+        None,
+        (2, 512, 2),
+        gemv.Norm(x, None, 1e-6),
+    ),
     "fp8 gemv": lambda: fp8_linear.linear_gemv(
         FP8LinearOperands(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120))
     ),
@@ -59,6 +66,7 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 WITH_WEIGHTS = {
     "gemv",
+    "norm and gemv",
     "fp8 gemv",
     "blocks",
     "fp8 blocks",

@@ -98,6 +98,10 @@ SCHEMAS = {
     "all_reduce": "(Tensor x, bool batch_invariant=False) -> Tensor",
     "all_gather": "(Tensor x, int num_parts) -> Tensor",
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
+    "norm_linear": (
+        "(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor first, Tensor? second=None, "
+        "bool batch_invariant=False) -> (Tensor product, Tensor total)"
+    ),
     "norm_router": (
         "(Tensor x, Tensor residual, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, SymInt topk, "
         "SymInt num_groups, SymInt topk_groups, bool softmax, bool normalize, float scaling, "

@@ -14,6 +14,7 @@ from mla_compile.ops.norm.rms_norm import fused_rms_norm
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear
+from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
@@ -329,7 +330,7 @@ def test_a_gradient_that_is_wanted_is_computed() -> None:
 
 
 def test_few_passes_come_after_it_and_it_leaves_cpus_alone() -> None:
-    assert pipeline.PASSES[-3:] == [fuse_linear, remove_noops, fuse_norm_router]
+    assert pipeline.PASSES[-4:] == [fuse_linear, remove_noops, fuse_norm_router, fuse_norm_linear]
     assert not is_joined(checked(Two(gate_and_up), [fuse_linear], torch.randn(5, K)))
 
 

@@ -185,10 +185,16 @@ def fused_linear(
     Raises:
         MLAError: names the invalid argument.
     """
-    for weight in (first, second) if batch_invariant else ():
-        if weight is not None:  # probe cuBLAS while no CUDA graph is recorded
-            cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
+    if batch_invariant:
+        probe_weights(x, first, second)
     return empty(x, (x.shape[0], num_columns(first, second)))
+
+
+def probe_weights(x: Tensor, first: Tensor, second: Tensor | None) -> None:
+    """Probe cuBLAS for the weights of `fused_linear`, while no CUDA graph is recorded."""
+    for weight in (first, second):
+        if weight is not None:
+            cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default

@@ -21,7 +21,7 @@ from mla_compile.ops.linear.tiles import ProductTiles
 def linear_gemv(operands: FP8LinearOperands, *, tiles: gemv.Tiles | None = None) -> Tensor:
     """`fp8_linear` for one token. tiles: by default from `gemv.fp8_tiles`."""
     chosen = tiles or gemv.fp8_tiles(operands.x.shape[1])
-    return each_matrix(lambda x, weight, scale: gemv.multiply(x, weight, scale, chosen), operands)
+    return each_matrix(lambda x, weight, scale: gemv.multiply(x, weight, scale, chosen)[0], operands)
 
 
 def linear_blocks(operands: FP8LinearOperands, *, tiles: ProductTiles | None = None) -> Tensor:

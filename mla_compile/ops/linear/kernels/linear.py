@@ -14,7 +14,7 @@ def linear_gemv(
 
     tiles: by default from `gemv.half_tiles`.
     """
-    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))
+    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))[0]
 
 
 def linear_blocks(
@@ -27,3 +27,16 @@ def linear_blocks(
 def matmul_in_order(x: Tensor, w: Tensor) -> Tensor:
     """`batch_invariant_matmul` by one group's matrix `w`, whose transpose is contiguous."""
     return blocks.multiply_in_order(x[:, 0], w[0].t(), None).unsqueeze(1)
+
+
+def norm_linear_gemv(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    second: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` for one or two tokens and weights that are one matrix in memory."""
+    tiles, norm = gemv.half_tiles(x.shape[1]), gemv.Norm(residual, norm_weight, eps)
+    return gemv.multiply(x, one_matrix(first, second), None, tiles, norm)
