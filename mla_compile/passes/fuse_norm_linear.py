@@ -6,8 +6,8 @@
     residual ─┘                       └─> total              residual ─┘                └─> total
 
 For one or two tokens the op is one launch, for more it is the same two as before. The pass also fuses norms without an
-addition. Products by FP8 weights stay: with the fused norm one token takes as long. So does a norm with other readers,
-such as a router and experts.
+addition. A norm with other readers stays, such as a router and experts. Products by FP8 weights stay too: one token
+takes as long with the fused norm.
 """
 
 from collections.abc import Sequence
