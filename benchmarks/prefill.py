@@ -6,8 +6,8 @@ Each result is checked against float64 in the same run before it is timed. Times
 in microseconds, over copies of the inputs in turn. The times include all work of `mla_prefill`: gathering the latents
 of all keys, expanding them, attention, or absorbed attention over the latents. The floor is the smaller number of flops
 of the two forms, at the rate that a large cuBLAS product sustains in the same run, or the time to read latents and
-weights if that is longer. `sdpa` is torch's own attention on chunks of one length without context, with queries and
-keys concatenated and expanded before; `sdpa_expanded` includes the expansion.
+weights if that is longer. `sdpa` is torch's own attention on chunks of equal length without cached tokens, with queries
+and keys concatenated and expanded before; `sdpa_expanded` includes the expansion.
 """
 
 import json

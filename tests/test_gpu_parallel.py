@@ -1,4 +1,4 @@
-"""On two CUDA devices: collectives through memory that GPUs share, and engines of processes that share a model."""
+"""Processes that share GPU memory: collectives on one or two devices, engines that share a model on two."""
 
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,16 @@ def test_engines_give_the_same_tokens_on_both_gpus(dtype: str, exact: bool, tmp_
         "greedy": True,
         "warm_up": True,
     }
-    said = shared(tmp_path, 2, job)
-    for one in said:
-        assert one["captured"] and all(one["captured"])
-        assert one["mixed"] > 2 and one["reused"]
-        assert bool(one["preempted"]) != exact
+    results = shared(tmp_path, 2, job)
+    for result in results:
+        assert result["captured"] and all(result["captured"])
+        assert result["mixed"] > 2 and result["reused"]
+        assert bool(result["preempted"]) != exact
     if exact:  # whatever the drafts
-        assert said[0]["tokens"] == said[1]["tokens"]
+        assert results[0]["tokens"] == results[1]["tokens"]
     if dtype == "float32":
         whole = alone(tmp_path, job | {"engine": {}})
-        assert [one["tokens"] for one in said] == [one["tokens"] for one in whole]
+        assert [result["tokens"] for result in results] == [result["tokens"] for result in whole]
 
 
 @two_gpus
@@ -58,5 +58,5 @@ def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
         "k": [2],
         "greedy": True,
     }
-    (one,) = shared(tmp_path, 2, job)
-    assert True in one["captured"] and False in one["captured"]
+    (result,) = shared(tmp_path, 2, job)
+    assert True in result["captured"] and False in result["captured"]

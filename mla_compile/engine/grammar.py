@@ -42,7 +42,7 @@ class Grammar:
     """The texts that a completion may have, compiled for one tokenizer; rows and streams may share a grammar.
 
     The output of a row that ends with finish_reason "stop" is, before its stop id, a complete text of the grammar; with
-    "length" it is the beginning of one. "error" is a dead end: no token spells what the grammar requires next.
+    "length" it is the beginning of one. "error" is a dead end: no token produces what the grammar requires next.
 
     Args:
         source: a grammar in llguidance's JSON or Lark form; usually made by one of the `from_` methods.
@@ -51,7 +51,7 @@ class Grammar:
 
     Raises:
         MLAError: a malformed grammar, with llguidance's message; one that is too large, or allows nothing that the
-            tokenizer can spell; an unsupported tokenizer; llguidance is not installed.
+            tokenizer can produce; an unsupported tokenizer; llguidance is not installed.
     """
 
     def __init__(self, source: str, tokenizer: "PreTrainedTokenizerBase", name: str = "grammar") -> None:

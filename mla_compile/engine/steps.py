@@ -196,7 +196,7 @@ class Steps:
         if self._model.device.type == "cpu":
             start_cpp_compiler()  # while Dynamo traces
         kind = f"{name}, drafts: {self._k}"
-        with announce_if_slow(f"compiling the step ({kind}), a minute or two if it is new to this machine"):
+        with announce_if_slow(f"compiling the step ({kind}), up to a minute if it is new to this machine"):
             result = compiled(*args)
         self._calls[name] = compiled
         return result

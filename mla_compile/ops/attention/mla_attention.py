@@ -139,7 +139,7 @@ def mla_attention(
     """Multi-head latent attention of a packed batch over a paged latent cache, after appending the new latents to it.
 
     Tokens are laid out decode rows first (`rows * q_len`), then prefill tokens. The formula is that of
-    DeepSeek-V2 (arXiv 2405.04434, section 2.1); `tests/reference.py` spells it out in float64. Under
+    DeepSeek-V2 (arXiv 2405.04434, section 2.1); `tests/reference.py` defines it in float64. Under
     `torch.compile(backend="mla")` it is one opaque op that the split pass rewrites into segments.
 
     Args:
