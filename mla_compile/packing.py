@@ -99,7 +99,7 @@ def pack_batch(
     Raises:
         MLAError: a bad argument, named, or a backend that does not support the call.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         hint = "call it before the compiled module, and pass packed.tensors and packed.batch to that"
         refuse("pack_batch", "a call outside of compiled code", "one inside of it", hint)
     check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)

@@ -10,7 +10,7 @@ GLM-4.7-Flash's decode step, 86 repeat 46 times, and Inductor takes as long for 
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
 from mla_compile.passes.nodes import namespace_of, op_name, value_of
-from mla_compile.torch_internals import is_plain, is_symbol, storage_key, symbols_of
+from mla_compile.torch_internals import is_plain, is_symbol, storage_key, symbols_of, symbols_of_checks
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 50 us on the host."""
@@ -215,7 +215,8 @@ def _outputs(nodes: list[fx.Node], start: int, length: int, times: int) -> list[
 def _is_apart(nodes: list[fx.Node]) -> bool:
     """Whether Inductor can compile nodes apart: what is passed is plain tensors and sizes, inputs have all symbols, and
     none shares memory that is written or gets a gradient by a write."""
-    inputs = list(map(value_of, _inputs(nodes)))
+    nodes_of_inputs = _inputs(nodes)
+    inputs = list(map(value_of, nodes_of_inputs))
     passed = [*inputs, *(value_of(nodes[place]) for place in _used_outside(nodes))]
     if not all(isinstance(value, Tensor | int | float | torch.SymInt) for value in passed):
         return False
@@ -226,7 +227,7 @@ def _is_apart(nodes: list[fx.Node]) -> bool:
         any(isinstance(value, Tensor) and not is_plain(value) for value in passed)
         or any(value.requires_grad and key in written for value, key in zip(tensors, memory_of_inputs))
         or any(memory_of_inputs.count(key) > 1 for key in written)
-        or _unknown_symbols(inputs)
+        or _unknown_symbols(nodes, nodes_of_inputs)
     )
 
 
@@ -268,15 +269,17 @@ def _numbered(graph: fx.Graph) -> list[fx.Node]:
 
 def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     """The other nodes that these use, in the order of their first use; then placeholders that have the symbols in the
-    sizes of those."""
+    sizes of those, and in Inductor's checks of them."""
     inside = set(nodes)
     used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
     inputs = [node for node in used if node not in inside]
-    if unknown := _unknown_symbols(map(value_of, inputs)):
+    while unknown := _unknown_symbols(nodes, inputs):
         for node in nodes[0].graph.find_nodes(op="placeholder"):
             if not unknown.isdisjoint(found := _known_symbols(value_of(node))):
                 inputs.append(node)
                 unknown -= found
+        if unknown:
+            break
     return inputs
 
 
@@ -286,15 +289,23 @@ def _known_symbols(value: Any) -> set[Any]:
     return set[Any]().union(*(symbols_of(size) for size in sizes if is_symbol(size)))
 
 
-def _unknown_symbols(values: Iterable[Any]) -> set[Any]:
-    """The other symbols in the sizes of some values, which none of them has."""
+def _unknown_symbols(nodes: list[fx.Node], inputs: list[fx.Node]) -> set[Any]:
+    """The other symbols in the sizes of inputs, and in Inductor's checks of these nodes, which no input has."""
     used, known = set[Any](), set[Any]()
-    for value in values:
+    symbolic = None
+    for value in map(value_of, inputs):
         known |= _known_symbols(value)
         numbers = [value]
         if isinstance(value, Tensor):
             numbers = [*value.shape, *value.stride(), value.storage_offset()]
-        used.update(*map(symbols_of, numbers))
+        for number in numbers:
+            if symbols := symbols_of(number):
+                used |= symbols
+                symbolic = number
+    if symbolic is not None:
+        made = set[Any]().union(*(node.meta.get("unbacked_bindings") or () for node in nodes))
+        used |= symbols_of_checks(symbolic, known | made)
+        known |= made
     return used - known
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest import mock
@@ -119,6 +120,21 @@ def size_hint(size: Any) -> int | None:
 def symbols_of(size: Any) -> set[Any]:
     """The symbols in a size, or in a number computed from values; empty for a known number."""
     return set(size.node.expr.free_symbols) if hasattr(size, "node") else set()
+
+
+def symbols_of_checks(size: Any, symbols: set[Any]) -> set[Any]:
+    """The symbols of the checks that Inductor writes into code that has these symbols.
+
+    A check is deferred if torch traces without values for some of its symbols. Inductor writes it where it has all of
+    those, whether or not it has the others. size: any symbolic size of the graph.
+    """
+    env, found = size.node.shape_env, set[Any]()
+    for check in chain(*env.deferred_runtime_asserts.values()):
+        used = check.expr.free_symbols
+        without_values = set(filter(env.is_unbacked_symint, used))
+        if without_values and without_values <= symbols:
+            found |= used
+    return found
 
 
 def is_symbol(size: Any) -> bool:
@@ -457,7 +473,9 @@ def run_check(check: Callable[..., object], *arguments: Any) -> None:
     Raises:
         MLAError: the error of `check`. Dynamo raises it unchanged and adds the line of the user's code.
     """
-    if not torch.compiler.is_compiling():
+    if (
+        not torch.compiler.is_dynamo_compiling()
+    ):  # from torch 2.13 on `is_compiling` is true while any thread compiles
         check(*arguments)
         return
     from torch._dynamo.comptime import comptime

@@ -482,6 +482,13 @@ def test_rows_that_cannot_be_packed_are_refused(changes: dict[str, Any], message
         pack_batch(*head, **given)
 
 
+def test_rows_are_packed_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch 2.13 on, `is_compiling` is true meanwhile."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    packed = packed_rows(KINDS[5], drafts=2)
+    Model().requires_grad_(False)(*packed.tensors, packed.positions, packed.batch)
+
+
 def test_a_batch_of_no_rows_is_refused() -> None:
     with pytest.raises(MLAError, match=r"^block_table: .*row.*\[0, 2\]"):
         pack_batch([], [], torch.zeros(0, 2, dtype=torch.int32), has_sampled=[], page_size=4)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from mla_compile import pack_batch
 from mla_compile.ops.norm.rms_norm import rms_norm_op
 from mla_compile.repeated_layers import lower_layers_once
 from mla_compile.torch_internals import lower_with_inductor
+from tests.passes.capture import HIDDEN, PAGE_SIZE, Stack
 
 LAYERS, WIDTH = 9, 8
 
@@ -306,3 +308,20 @@ def test_layers_that_write_to_the_memory_of_a_view(num_nodes: list[int]) -> None
     for _ in range(2):
         torch.testing.assert_close((*call(x), model.seen), (*other(x), other.seen))
     assert len(num_nodes) == 1
+
+
+@torch.no_grad()
+def test_batches_with_another_number_of_drafts(num_nodes: list[int]) -> None:
+    """The second graph has a symbol for it, which only a check of the numbers of tokens and rows uses."""
+    model, table = Stack(8), torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+    call = compiled(model)
+    for drafts in (3, 1):
+        packed = pack_batch(
+            *([1], [9], table, torch.randn(1, HIDDEN)),
+            has_sampled=[True],
+            page_size=PAGE_SIZE,
+            num_speculative_tokens=drafts,
+        )
+        expected = copy.deepcopy(model)(*packed.tensors, packed.batch)
+        torch.testing.assert_close(call(*packed.tensors, packed.batch)[packed.order], expected[packed.order])
+    assert len(num_nodes) > 2

@@ -78,7 +78,7 @@ def watch_eager_calls(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[str]
         method = getattr(SpeculativeDecoder, name)
 
         def seen(self: SpeculativeDecoder, *args: object, _method=method) -> object:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 calls.append(_method.__name__)
             return _method(self, *args)
 

@@ -178,7 +178,7 @@ def segment_arguments(
     q, name: queries of the batch's tokens, `[tokens, heads, width]`, and their name in errors; cache: has its pages.
     """
     validate.is_batch(batch)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         segments = [
             segment and tuple(getattr(segment, field) for field in fields)
             for segment, fields in ((batch.decode, DECODE), (batch.prefill, PREFILL))
