@@ -20,7 +20,13 @@ from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
 from mla_compile.passes.nodes import namespace_of, op_name, value_of
-from mla_compile.torch_internals import is_plain, is_symbol, storage_key, symbols_of, symbols_of_checks
+from mla_compile.torch_internals import (
+    is_plain,
+    storage_key,
+    symbols_of,
+    symbols_of_checks,
+    symbols_read_from,
+)
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 50 us on the host."""
@@ -275,7 +281,7 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     inputs = [node for node in used if node not in inside]
     while unknown := _unknown_symbols(nodes, inputs):
         for node in nodes[0].graph.find_nodes(op="placeholder"):
-            if not unknown.isdisjoint(found := _known_symbols(value_of(node))):
+            if not unknown.isdisjoint(found := symbols_read_from(value_of(node))):
                 inputs.append(node)
                 unknown -= found
         if unknown:
@@ -283,18 +289,12 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     return inputs
 
 
-def _known_symbols(value: Any) -> set[Any]:
-    """The symbols that are a value, or one of its sizes: compiled code reads them from there."""
-    sizes = value.shape if isinstance(value, Tensor) else [value]
-    return set[Any]().union(*(symbols_of(size) for size in sizes if is_symbol(size)))
-
-
 def _unknown_symbols(nodes: list[fx.Node], inputs: list[fx.Node]) -> set[Any]:
     """The other symbols in the sizes of inputs, and in Inductor's checks of these nodes, which no input has."""
     used, known = set[Any](), set[Any]()
     symbolic = None
     for value in map(value_of, inputs):
-        known |= _known_symbols(value)
+        known |= symbols_read_from(value)
         numbers = [value]
         if isinstance(value, Tensor):
             numbers = [*value.shape, *value.stride(), value.storage_offset()]

@@ -137,9 +137,16 @@ def symbols_of_checks(size: Any, symbols: set[Any]) -> set[Any]:
     return found
 
 
-def is_symbol(size: Any) -> bool:
-    """Whether a size is one symbol: not `2 * s0`."""
-    return hasattr(size, "node") and bool(size.node.expr.is_symbol)
+def symbols_read_from(value: Any) -> set[Any]:
+    """The symbols that compiled code reads from an input: from a tensor's sizes, or from a number.
+
+    From a number it reads the number's own symbol, even if torch has replaced that by an equal one.
+    """
+    if isinstance(value, torch.Tensor):
+        found = [size.node.expr for size in value.shape if hasattr(size, "node")]
+    else:
+        found = [value.node._expr] if hasattr(value, "node") else []
+    return {one for one in found if one.is_symbol}
 
 
 def size_where_symbols_are(size: Any, number: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from mla_compile import pack_batch
+from mla_compile import MLABatch, pack_batch
 from mla_compile.ops.norm.rms_norm import rms_norm_op
 from mla_compile.repeated_layers import lower_layers_once
 from mla_compile.torch_internals import lower_with_inductor
@@ -310,18 +310,35 @@ def test_layers_that_write_to_the_memory_of_a_view(num_nodes: list[int]) -> None
     assert len(num_nodes) == 1
 
 
+class Scaled(Stack):
+    def forward(self, x: Tensor, scale: Tensor, batch: MLABatch) -> Tensor:
+        for layer in self.layers:
+            x = layer(x * scale[:, None], batch)
+        return x
+
+
 @torch.no_grad()
-def test_batches_with_another_number_of_drafts(num_nodes: list[int]) -> None:
-    """The second graph has a symbol for it, which only a check of the numbers of tokens and rows uses."""
-    model, table = Stack(8), torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [([1], [9], [True], 3), ([1], [9], [True], 1)],  # only a check has the symbol of the number of drafts
+        [([5], [0], [False], 3), ([4], [5], [True], 3)],
+    ],
+    ids=["drafts", "prompt"],
+)
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_batches_of_other_kinds(steps: list[tuple[Any, ...]], is_marked: bool, num_nodes: list[int]) -> None:
+    """Without marks two inputs have equal symbols, one of which torch replaces by the other."""
+    model, table = Scaled(8), torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
     call = compiled(model)
-    for drafts in (3, 1):
+    for lens, cached, has_sampled, drafts in steps:
         packed = pack_batch(
-            *([1], [9], table, torch.randn(1, HIDDEN)),
-            has_sampled=[True],
+            *(lens, cached, table, torch.randn(lens[0], HIDDEN), torch.randn(lens[0])),
+            has_sampled=has_sampled,
             page_size=PAGE_SIZE,
             num_speculative_tokens=drafts,
         )
-        expected = copy.deepcopy(model)(*packed.tensors, packed.batch)
-        torch.testing.assert_close(call(*packed.tensors, packed.batch)[packed.order], expected[packed.order])
+        tensors = packed.tensors if is_marked else [x.clone() for x in packed.tensors]
+        expected = copy.deepcopy(model)(*tensors, packed.batch)
+        torch.testing.assert_close(call(*tensors, packed.batch)[packed.order], expected[packed.order])
     assert len(num_nodes) > 2
