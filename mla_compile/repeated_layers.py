@@ -24,7 +24,6 @@ from mla_compile.torch_internals import (
     is_plain,
     storage_key,
     symbols_of,
-    symbols_of_checks,
     symbols_read_from,
 )
 
@@ -221,8 +220,7 @@ def _outputs(nodes: list[fx.Node], start: int, length: int, times: int) -> list[
 def _is_apart(nodes: list[fx.Node]) -> bool:
     """Whether Inductor can compile nodes apart: what is passed is plain tensors and sizes, inputs have all symbols, and
     none shares memory that is written or gets a gradient by a write."""
-    nodes_of_inputs = _inputs(nodes)
-    inputs = list(map(value_of, nodes_of_inputs))
+    inputs = list(map(value_of, _inputs(nodes)))
     passed = [*inputs, *(value_of(nodes[place]) for place in _used_outside(nodes))]
     if not all(isinstance(value, Tensor | int | float | torch.SymInt) for value in passed):
         return False
@@ -233,7 +231,7 @@ def _is_apart(nodes: list[fx.Node]) -> bool:
         any(isinstance(value, Tensor) and not is_plain(value) for value in passed)
         or any(value.requires_grad and key in written for value, key in zip(tensors, memory_of_inputs))
         or any(memory_of_inputs.count(key) > 1 for key in written)
-        or _unknown_symbols(nodes, nodes_of_inputs)
+        or set[Any]().union(*map(_symbols, inputs)) - set[Any]().union(*map(symbols_read_from, inputs))
     )
 
 
@@ -274,39 +272,22 @@ def _numbered(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
-    """The other nodes that these use, in the order of their first use; then placeholders that have the symbols in the
-    sizes of those, and in Inductor's checks of them."""
+    """The other nodes that these use, in the order of their first use; with symbols in a size, then all of the graph's
+    inputs that are numbers, since Inductor's checks of one symbol may use any other."""
     inside = set(nodes)
-    used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
-    inputs = [node for node in used if node not in inside]
-    while unknown := _unknown_symbols(nodes, inputs):
-        for node in nodes[0].graph.find_nodes(op="placeholder"):
-            if not unknown.isdisjoint(found := symbols_read_from(value_of(node))):
-                inputs.append(node)
-                unknown -= found
-        if unknown:
-            break
-    return inputs
+    used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
+    if any(_symbols(value_of(node)) for node in used):
+        placeholders = nodes[0].graph.find_nodes(op="placeholder")
+        used |= dict.fromkeys(node for node in placeholders if isinstance(value_of(node), torch.SymInt))
+    return list(used)
 
 
-def _unknown_symbols(nodes: list[fx.Node], inputs: list[fx.Node]) -> set[Any]:
-    """The other symbols in the sizes of inputs, and in Inductor's checks of these nodes, which no input has."""
-    used, known = set[Any](), set[Any]()
-    symbolic = None
-    for value in map(value_of, inputs):
-        known |= symbols_read_from(value)
-        numbers = [value]
-        if isinstance(value, Tensor):
-            numbers = [*value.shape, *value.stride(), value.storage_offset()]
-        for number in numbers:
-            if symbols := symbols_of(number):
-                used |= symbols
-                symbolic = number
-    if symbolic is not None:
-        made = set[Any]().union(*(node.meta.get("unbacked_bindings") or () for node in nodes))
-        used |= symbols_of_checks(symbolic, known | made)
-        known |= made
-    return used - known
+def _symbols(value: Any) -> set[Any]:
+    """The symbols in a number, or in a tensor's layout."""
+    numbers = [value]
+    if isinstance(value, Tensor):
+        numbers = [*value.shape, *value.stride(), value.storage_offset()]
+    return set[Any]().union(*map(symbols_of, numbers))
 
 
 def _used_outside(nodes: list[fx.Node]) -> list[int]:

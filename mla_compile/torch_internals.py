@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest import mock
@@ -122,21 +121,6 @@ def symbols_of(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if hasattr(size, "node") else set()
 
 
-def symbols_of_checks(size: Any, symbols: set[Any]) -> set[Any]:
-    """The symbols of the checks that Inductor writes into code that has these symbols.
-
-    A check is deferred if torch traces without values for some of its symbols. Inductor writes it where it has all of
-    those, whether or not it has the others. size: any symbolic size of the graph.
-    """
-    env, found = size.node.shape_env, set[Any]()
-    for check in chain(*env.deferred_runtime_asserts.values()):
-        used = check.expr.free_symbols
-        without_values = set(filter(env.is_unbacked_symint, used))
-        if without_values and without_values <= symbols:
-            found |= used
-    return found
-
-
 def symbols_read_from(value: Any) -> set[Any]:
     """The symbols that compiled code reads from an input: from a tensor's sizes, or from a number.
 
@@ -175,6 +159,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` wraps a tensor, such as `vmap`."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from mla_compile.errors import MLAError
 from mla_compile.passes.absorb_mla import absorb_mla
@@ -28,13 +28,13 @@ from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
-from mla_compile.passes.nodes import has_value, namespace_of, op_name
+from mla_compile.passes.nodes import has_value, namespace_of, op_name, values_of
 from mla_compile.passes.plan_decode import plan_decode
 from mla_compile.passes.quantize_activations import quantize_activations
 from mla_compile.passes.remove_noops import remove_noops
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
-from mla_compile.torch_internals import trace_graph
+from mla_compile.torch_internals import is_transformed, trace_graph
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,26 @@ def passes_for(
 ) -> list[Pass]:
     """The passes for a graph: `passes` or the default ones, then the passes of options, with these bound.
 
-    The default is `PASSES` for a graph with an op of ours. For any other graph it is `absorb_mla` alone, which looks
-    for MLA in plain torch.
+    The default is `PASSES` for a graph with an op of ours, unless `torch.func` transforms a part of it. For any other
+    graph it is `absorb_mla` alone, which looks for MLA in plain torch.
 
     captured: whether a CUDA graph captures the compiled graph.
     """
     ours = any(namespace_of(node.target) == "mla_compile" for node in gm.graph.nodes)
+    if ours and any(map(_is_transformed, gm.graph.nodes)):
+        given = {
+            "decode_backend": decode_backend,
+            "batch_invariant": batch_invariant,
+            "fp8_activations": fp8_activations,
+        }
+        for name, value in given.items():
+            if value:
+                expected = "no such option for a graph with vmap, grad or another transform of torch.func"
+                raise MLAError(
+                    f"options['{name}']", expected, repr(value), "compile the transformed part apart"
+                )
+        log.info("the graph has transforms of torch.func, so no pass of the package runs")
+        return list(passes or [])
     if passes is None:
         passes = PASSES if ours else [absorb_mla]
     # They run last: they rewrite calls that other passes emit.
@@ -84,6 +98,10 @@ def passes_for(
     if ours:
         bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     return [*passes, *bound]
+
+
+def _is_transformed(node: fx.Node) -> bool:
+    return any(isinstance(value, Tensor) and is_transformed(value) for value in values_of(node))
 
 
 @dataclass(frozen=True)

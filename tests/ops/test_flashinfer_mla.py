@@ -70,7 +70,7 @@ class PlainTorch:
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer_mla, "_wrapper", functools.cache(lambda device, place: PlainTorch()))
+        patch.setattr(flashinfer_mla, "_wrapper", functools.cache(lambda *_: PlainTorch()))
         yield Subject(
             replace(BACKENDS["flashinfer"], packages=()), heads=16, rank=512, rope=64, dtype=torch.bfloat16
         )

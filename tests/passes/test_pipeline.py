@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile import MLAError
 from mla_compile.ops.library import tables
+from mla_compile.ops.norm.rms_norm import rms_norm_op
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.nodes import namespace_of
@@ -259,6 +260,31 @@ def test_the_pass_of_an_option_is_bound_to_it_and_runs_last_also_after_a_users()
 def test_a_graph_without_an_op_of_ours_is_searched_for_mla_and_for_nothing_else() -> None:
     gm, _ = sine()
     assert pipeline.passes_for(gm) == [absorb_mla]
+
+
+def mapped(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.outer(row).sum(0))(rms_norm_op(x, None, 1e-6))
+
+
+def differentiated(x: Tensor) -> Tensor:
+    return rms_norm_op(torch.func.grad(lambda y: y.pow(3).sum())(x), None, 1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", [mapped, differentiated])
+def test_a_graph_with_transforms_is_compiled_without_passes(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="mla", fullgraph=True)
+    torch.testing.assert_close(compiled(x), function(x))
+    for name, value in (
+        ("batch_invariant", True),
+        ("decode_backend", "reference"),
+        ("fp8_activations", True),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(MLAError, match=rf"^options\['{name}'\]: .*torch\.func.*; compile"):
+            torch.compile(function, backend="mla", fullgraph=True, options={name: value})(x)
 
 
 @pytest.mark.parametrize("name", sorted(tables))

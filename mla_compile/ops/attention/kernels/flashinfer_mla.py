@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -18,18 +19,18 @@ _ALONE = -1
 
 
 @functools.cache
-def _workspace(device: torch.device) -> Tensor:
-    """One per device: calls of one stream run one after the other."""
+def _workspace(device: torch.device, thread: int) -> Tensor:
+    """One per device and thread, whose calls run one after the other."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.int8, device=device)
 
 
 @functools.cache
-def _wrapper(device: torch.device, place: int):
-    """The wrapper that holds the plan of a place, until the next plan there. Its creation waits for the device."""
+def _wrapper(device: torch.device, place: int, thread: int):
+    """The wrapper with a thread's plan of a place, until the next plan there. Its creation waits for the device."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     kernels = "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
-    return BatchMLAPagedAttentionWrapper(_workspace(device), backend=kernels)
+    return BatchMLAPagedAttentionWrapper(_workspace(device, thread), backend=kernels)
 
 
 def plan_flashinfer(operands: DecodeOperands, place: int) -> list[Tensor]:
@@ -53,7 +54,7 @@ def plan_flashinfer(operands: DecodeOperands, place: int) -> list[Tensor]:
     used = (
         torch.arange(block_table.shape[1], device=block_table.device) < pages.to(block_table.device)[:, None]
     )
-    _wrapper(seq_lens.device, place).plan(
+    _wrapper(seq_lens.device, place, threading.get_ident()).plan(
         qo_indptr=torch.arange(rows + 1, dtype=torch.int32, device="cpu") * q_len,
         kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
         # Padded by one entry, as it must not be empty even if all rows are.
@@ -90,7 +91,7 @@ def decode_flashinfer(
     place, unseeing = plan_flashinfer(operands, _ALONE) if plan is None else plan
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q_latent.device)
-    _wrapper(q_latent.device, int(place)).run(
+    _wrapper(q_latent.device, int(place), threading.get_ident()).run(
         q_nope=q_latent.contiguous(),
         q_pe=q_pe.contiguous(),
         ckv_cache=kv_cache[..., :rank],
