@@ -392,6 +392,16 @@ def eager_until_compiled(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def settings_of_compiled_code() -> tuple[object, ...]:
+    """The settings of torch for which code is compiled: with others, `torch.compile` compiles again."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 @contextmanager
 def tracing_this_thread() -> Iterator[None]:
     """Let tracers of FX record this thread only.

@@ -33,9 +33,12 @@ def run_in_background(what: str, job: Callable[[], None]) -> None:
     thread = threading.Thread(
         target=contextvars.copy_context().run, args=arguments, name="mla-compile", daemon=True
     )
-    # Before any handler of `atexit`: they end what the job uses.
-    threading._register_atexit(_stop, thread)  # type: ignore[attr-defined]
-    thread.start()
+    try:
+        # Before any handler of `atexit`: they end what the job uses.
+        threading._register_atexit(_stop, thread)  # type: ignore[attr-defined]
+        thread.start()
+    except RuntimeError as error:  # the program is ending
+        log.warning("%s was not started; it runs eagerly: %s", what, error)
 
 
 def _run(what: str, job: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from mla_compile.torch_internals import (
     as_varying,
     compile_seconds,
     eager_until_compiled,
+    settings_of_compiled_code,
     start_cpp_compiler,
     with_own_code,
 )
@@ -30,7 +31,8 @@ EAGER_MIXED_STEPS = 16
 A batch on an idle engine needs no more, and so waits for one compilation instead of two."""
 
 EAGER_STEPS = 256
-"""Steps of a kind that an engine with a background compiler runs before it compiles them: a few requests end sooner."""
+"""Steps of a kind that an engine with a background compiler runs before it compiles them: a few requests end sooner.
+It counts and compiles anew if settings of torch change for which code is compiled."""
 
 VERIFY = "verify"
 """The name of a step's first part."""
@@ -73,7 +75,7 @@ class Steps:
         self._k = config.num_speculative_tokens
         why_not = _why_not_captured(config, model.device)
         self.compiles_in_background = _compiles_in_background(model, config, ranks)
-        self._num_steps = Counter[bool]()
+        self._num_steps = Counter[tuple[object, ...]]()  # by kind and settings of torch
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
         self.num_mixed, self.warms_prompts = 0, False
@@ -156,11 +158,12 @@ class Steps:
             given = tuple(map(as_varying, given))
         targets, begins, hidden, *aux = given
         call(state, targets, ForwardOutput(hidden, tuple(aux)), begins)
-        self._num_steps[sampled] += 1
-        if self.compiles_in_background and self._num_steps[sampled] == EAGER_STEPS:
-            what = f"compiling the {_kind(sampled)} step"
-            job = partial(self.compile_parts, sampled, inference=torch.is_inference_mode_enabled())
-            run_in_background(what, job)
+        if self.compiles_in_background:
+            kind = sampled, *settings_of_compiled_code()
+            self._num_steps[kind] += 1
+            if self._num_steps[kind] == EAGER_STEPS:
+                job = partial(self.compile_parts, sampled, inference=torch.is_inference_mode_enabled())
+                run_in_background(f"compiling the {_kind(sampled)} step", job)
 
     def compile_parts(self, sampled: bool, *, inference: bool) -> None:
         """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache.

@@ -100,15 +100,48 @@ def check_change_over(eager_calls: list[str]) -> None:
     for params, tokens in expected.items():
         mine.reset_prefix_cache()
         mine.generate(PROMPTS, params, max_new_tokens=1)  # a prompt's step runs eagerly
-        eager_calls.clear()
-        request = mine.add(PROMPTS[0], params, max_new_tokens=16)
-        mine.step()
-        eager_calls.clear()
-        while mine.has_work():
-            mine.step()
-        assert request.completion.token_ids == tokens[0]
+        assert tokens_of_decode_steps(mine, params, eager_calls) == tokens[0]
         assert eager_calls == [], "every step without prompts ran compiled"
     assert compile_counters()["graphs"] - before == 3, "no step compiled by itself"
+
+
+def tokens_of_decode_steps(of: Engine, params: SamplingParams | None, eager_calls: list[str]) -> list[int]:
+    """Those of the first prompt; `eager_calls` are then those of all steps but the first, which runs the prompt."""
+    request = of.add(PROMPTS[0], params, max_new_tokens=16)
+    of.step()
+    eager_calls.clear()
+    while of.has_work():
+        of.step()
+    return request.completion.token_ids
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unlowered")
+def test_steps_are_compiled_again_for_other_settings_of_torch(eager_calls: list[str]) -> None:
+    of, threads = engine(1, one_layer_model(torch.float32), compile=None), torch.get_num_threads()
+    try:
+        for mode, number in (
+            (torch.no_grad, threads),
+            (torch.inference_mode, threads),
+            (torch.no_grad, threads + 1),
+        ):
+            torch.set_num_threads(number)
+            with mode():
+                texts(of)
+                assert "verify" in eager_calls
+                join_jobs()
+                tokens_of_decode_steps(of, None, eager_calls)
+            assert eager_calls == []
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_job_that_begins_at_the_end_of_the_program_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("threading._SHUTTING_DOWN", True)
+    run_in_background("a job", lambda: None)
+    assert "a job was not started" in caplog.text
 
 
 @pytest.mark.long
