@@ -82,10 +82,8 @@ def program(draw: Draw) -> str:
     unbacked = kind == "layers, inductor" and draw.random() < 0.7
     attends = [name for name in STEPS if name.startswith("attend")]
     others = [name for name in STEPS if name not in attends]
-    names = [
-        draw.choice(attends if unbacked or draw.random() < 0.35 else others)
-        for _ in range(draw.randint(2, 6))
-    ]
+    count = draw.randint(2, 3 if kind == "layers, inductor" else 6)
+    names = [draw.choice(attends if unbacked or draw.random() < 0.35 else others) for _ in range(count)]
     steps = [
         (name, draw.choice((-1, draw.randrange(9))), draw.choice((-1, draw.randrange(9)))) for name in names
     ]
