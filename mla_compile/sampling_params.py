@@ -1,7 +1,7 @@
 """The sampling parameters of a request. The module imports no torch, so that the command checks flags at once."""
 
+import math
 import re
-import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -139,15 +139,15 @@ class SamplingParams:
     skip_special_tokens: bool = setting(True, "generate", "Leave special tokens out of the text.")
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
+        if not _is_number(self.temperature) or not 0 <= _as_float(self.temperature) < math.inf:
             raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
-            raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")
+            raise MLAError("top_k", "an integer in [0, 2**31)", repr(self.top_k), "0 keeps every token")
         # Converted, as a positive fraction may be 0 as a float.
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1 or not float(self.top_p):
             raise MLAError("top_p", "a number in (0, 1]", self.top_p, "1 keeps every token")
         if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**63:
-            raise MLAError("seed", "an integer in [-2**63, 2**63)", self.seed)
+            raise MLAError("seed", "an integer in [-2**63, 2**63)", repr(self.seed))
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise MLAError("min_p", "a number in [0, 1]", self.min_p, "0 keeps every token")
         # vLLM accepts any number above 0; beyond these bounds float32 logits overflow.
@@ -162,28 +162,33 @@ class SamplingParams:
             not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS
         ):
             expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
-            raise MLAError("logprobs", expected, self.logprobs, "0 returns that of the chosen token only")
+            raise MLAError(
+                "logprobs", expected, repr(self.logprobs), "0 returns that of the chosen token only"
+            )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         self._check_end()
 
     def _check_end(self) -> None:
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
-            raise MLAError("max_tokens", "None or an integer >= 1", self.max_tokens)
+            raise MLAError("max_tokens", "None or an integer >= 1", repr(self.max_tokens))
         if not _is_int(self.min_tokens) or self.min_tokens < 0:
-            raise MLAError("min_tokens", "an integer >= 0", self.min_tokens)
+            raise MLAError("min_tokens", "an integer >= 0", repr(self.min_tokens))
         check_min_tokens(self.min_tokens, self.max_tokens)
         stops: object = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, Sequence | Set) or not all(isinstance(stop, str) and stop for stop in stops):
             raise MLAError("stop", "strings that are not empty", repr(self.stop))
+        if not isinstance(self.stop, str):  # a copy, which the caller's later changes do not reach
+            object.__setattr__(self, "stop", tuple(self.stop))
         check_token_ids("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise MLAError(name, "True or False", repr(getattr(self, name)))
         most = min(MAX_N, 2**63 - self.seed)
         if not _is_int(self.n) or not 1 <= self.n <= most:
             why = "" if most == MAX_N else ", as each completion has a seed below 2**63"
-            raise MLAError("n", f"an integer in [1, {most}]{why}", self.n)
+            raise MLAError("n", f"an integer in [1, {most}]{why}", repr(self.n))
 
     @property
     def stop_strings(self) -> list[str]:
@@ -244,6 +249,14 @@ def check_token_ids(name: str, ids: object, vocab_size: int | None = None) -> No
 
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_float(value: float) -> float:
+    """As a float, with which a NumPy float32 compares without overflow; inf for an integer beyond floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _is_number(value: object) -> bool:

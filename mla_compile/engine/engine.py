@@ -80,7 +80,7 @@ class Engine:
         self._caches = EngineCaches(model, drafter, self.config)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._lock = SingleOwner()
-        self._is_closed = False
+        self._is_closed = self._is_stepping = False
         self._launcher = (
             Launcher(model, drafter, self.config)
             if ranks is None
@@ -165,15 +165,22 @@ class Engine:
 
         Raises:
             MLAError: the model's caches no longer belong to this engine: another engine replaced them, or the model
-                was moved.
+                was moved; a call in a callback of a step, such as `choose`.
             Exception: what the model raised; all requests have then ended with finish_reason "error". An error in
                 host-side work on one request (text, stop strings, grammars, log-probabilities, choosing its tokens) is
                 not raised: it ends that request with "error" and a message, and the others continue.
         """
         with self._lock:
+            if self._is_stepping:  # its rows are between two parts of their step
+                hint = "return from the callback, then call the engine"
+                raise MLAError("engine", "no step inside a step", "one in a callback of a step", hint)
             self._check_caches()
-            with self._whole_or_nothing():
-                self._step()
+            try:
+                self._is_stepping = True
+                with self._whole_or_nothing():
+                    self._step()
+            finally:
+                self._is_stepping = False
 
     @contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

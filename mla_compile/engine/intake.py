@@ -52,14 +52,8 @@ class Intake:
             sampling = [sampling or self.sampling] * len(prompts)
         if grammars is None or isinstance(grammars, Grammar):
             grammars = [grammars] * len(prompts)
-        for name, kind, given in (
-            ("sampling", "SamplingParams", sampling),
-            ("grammars", "a Grammar", grammars),
-        ):
-            if not isinstance(given, Sequence):
-                raise MLAError(name, f"{kind} for all prompts, or a list with one for each", repr(given))
-            if len(given) != len(prompts):
-                raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+        check_one_each("sampling", "SamplingParams", sampling, len(prompts))
+        check_one_each("grammars", "a Grammar", grammars, len(prompts))
         progress = Progress()
         found = []
         for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True)):
@@ -117,6 +111,14 @@ class Intake:
             check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
             request.grammar = GrammarRow(grammar, request.completion, ends, name)
         return request
+
+
+def check_one_each(name: str, kind: str, given: object, num_prompts: int) -> None:
+    """Raises `MLAError` for anything but a list with an entry for each prompt. kind: of an entry, in errors."""
+    if not isinstance(given, Sequence):
+        raise MLAError(name, f"{kind} for all prompts, or a list with one for each", repr(given))
+    if len(given) != num_prompts:
+        raise MLAError(name, f"one entry per prompt ({num_prompts})", len(given))
 
 
 def checked_sampling(name: str, given: object) -> SamplingParams:

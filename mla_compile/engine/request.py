@@ -39,7 +39,7 @@ class Progress:
     has_grown: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # errors and logs must not show a prompt
 class Request:
     """One running completion, as `Engine.add` returns it.
 
@@ -89,7 +89,7 @@ class Request:
     max_drafts: int | None = None
     client: str | None = None
     reader: TextReader | None = None
-    engine: Any = field(default=None, repr=False)
+    engine: Any = None
     progress: Progress = field(default_factory=Progress)
 
     failure: BaseException | None = None

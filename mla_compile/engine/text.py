@@ -12,10 +12,10 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import config_of
 from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
-from mla_compile.engine.intake import check_prompt, tokenize
+from mla_compile.engine.intake import check_one_each, check_prompt, checked_sampling, tokenize
 from mla_compile.engine.start_ranks import start_ranks
 from mla_compile.engine_settings import EngineSettings
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, check_integer
 from mla_compile.hub import find_checkpoint
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import LoadSettings, open_checkpoint, read_config
@@ -207,6 +207,13 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
+    if not isinstance(prompts, Sequence):
+        raise MLAError("prompts", "a list of prompts", type(prompts).__name__)
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        check_one_each("sampling", "SamplingParams", sampling, len(prompts))
+        for i, params in enumerate(sampling):
+            checked_sampling(f"sampling[{i}]", params)
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(
         find_checkpoint(model, "model"),

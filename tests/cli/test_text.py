@@ -40,6 +40,8 @@ def test_generate_takes_sampling_for_each_prompt(checkpoint):
     ("prompts", "message"),
     [
         ("hello", "prompts: expected a list of prompts"),
+        (iter(["hello", "world"]), "prompts: expected a list of prompts, got list_iterator"),
+        (None, "prompts: expected a list of prompts, got NoneType"),
         ([1, 2], r"prompts\[0\]: expected text or a list of token ids"),
         (["a", ""], r"prompts\[1\]: expected at least one token"),
         ([[1.5]], r"prompts\[0\]: expected token ids"),
@@ -48,6 +50,21 @@ def test_generate_takes_sampling_for_each_prompt(checkpoint):
 def test_a_bad_prompt_is_named(checkpoint, prompts, message):
     with pytest.raises(MLAError, match=message):
         mla_compile.generate(prompts, model=checkpoint, compile=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling": {"temperature": 1.0}}, "sampling: expected SamplingParams for all prompts, or a list"),
+        ({"sampling": [None]}, "sampling.0.: expected SamplingParams, got None"),
+        ({"sampling": [SamplingParams()] * 2}, "sampling: expected one entry per prompt .1., got 2"),
+        ({"sampling": 5}, "sampling: expected SamplingParams for all prompts, or a list"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens: expected an integer >= 1, got 2.0"),
+    ],
+)
+def test_a_bad_argument_is_named_before_the_model_is_loaded(arguments, message):
+    with pytest.raises(MLAError, match=message):
+        mla_compile.generate(["hello"], model="no/such-model", **arguments)
 
 
 @pytest.mark.parametrize("seed", range(3))

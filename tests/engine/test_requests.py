@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -367,6 +368,27 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
 def test_a_bad_request_is_refused_alone_by_name(bad: object, message: str, under_way: Engine) -> None:
     with pytest.raises(MLAError, match=message):
         bad(under_way)
+
+
+def test_a_request_shows_no_prompt_in_errors_and_logs(under_way: Engine) -> None:
+    assert "31, 32" not in repr(under_way.add([31, 32], max_new_tokens=1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy() -> None:
+    assert SamplingParams(temperature=np.float32(0.5)).temperature == 0.5
+    with pytest.raises(MLAError, match=r"^seed: expected an integer .*, got np\.int64\(3\)"):
+        SamplingParams(seed=np.int64(3))
+    with pytest.raises(MLAError, match=r"^temperature: "):
+        SamplingParams(temperature=10**400)
+
+
+def test_later_changes_of_the_callers_lists_do_not_matter() -> None:
+    stop, ids = ["a"], [1]
+    params = SamplingParams(stop=stop, stop_token_ids=ids)
+    stop.append("")
+    ids.append(-1)
+    assert (params.stop_strings, params.stop_token_ids) == (["a"], (1,))
 
 
 def test_a_request_has_at_most_64_stop_ids() -> None:

@@ -142,6 +142,24 @@ def test_a_refused_call_names_the_owning_thread_and_changes_nothing(
     assert first.completion.token_ids == expected[0][: len(first.completion.token_ids)]
 
 
+@pytest.mark.parametrize("call", [Engine.step, lambda of: of.generate([[1]], max_new_tokens=2)])
+def test_a_step_in_a_callback_of_a_step_ends_that_stream_alone(
+    call: Callable[[Engine], object], expected: list[list[int]]
+) -> None:
+    mine = engine()
+
+    def choose(logits: torch.Tensor, *_: object) -> torch.Tensor:
+        call(mine)
+        return logits.argmax(dim=-1)
+
+    first = mine.add(PROMPTS[0], max_new_tokens=LENGTH)
+    with pytest.raises(MLAError, match=r"^engine: expected no step inside a step.*return from the callback"):
+        list(mine.stream(PROMPTS[1:2], max_new_tokens=LENGTH, choose=choose))
+    finish(mine)
+    assert first.completion.token_ids == expected[0]
+    assert (mine.stats.rows_in_use, mine.stats.num_waiting) == (0, 0)
+
+
 def test_threads_may_take_turns(expected: list[list[int]]) -> None:
     mine, texts = engine(), []
     for i, prompt in enumerate(PROMPTS):
