@@ -563,6 +563,33 @@ def test_adapters_and_hooks_on_the_up_projection_are_refused_when_they_come(mode
     assert torch.equal(generate(model), expected)
 
 
+def test_hooks_on_the_model_itself_are_refused(model: Any) -> None:
+    accelerate(model, compile=False)
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(MLAError, match=r"without hooks of its own.*got hooks; remove them"):
+        generate(model)
+    handle.remove()
+    generate(model)
+
+
+def test_a_layer_in_place_of_another_is_refused_until_the_model_is_accelerated_again(model: Any) -> None:
+    accelerate(model, compile=False)
+    first = model.model.layers[0]
+    model.model.layers[0] = other = copy.deepcopy(first)
+    other.self_attn.config = copy.deepcopy(model.config)  # as that of another model
+    with pytest.raises(
+        MLAError, match=r"^model: expected the layers that `accelerate` found.*; call accelerate"
+    ):
+        generate(model)
+    tokens = generate(accelerate(model, compile=False))
+    restore(model)
+    assert torch.equal(tokens, generate(model))
+    accelerate(model, compile=False)
+    model.model.layers[0] = first
+    with pytest.raises(MLAError, match=r"^model: "):
+        generate(model)
+
+
 def test_experts_patched_by_other_code_stay_patched(model: Any) -> None:
     experts = model.model.layers[1].mlp.experts
     calls = []

@@ -69,6 +69,7 @@ class TransformersTarget(nn.Module):
         self._hooks: list[tuple[Any, Any]] = [(layer, partial(self._keep_output, i)) for i, layer in layers]
         block = getattr(mtp_layer, "mtp_block", None)
         self._hooks += [] if block is None else [(block, _hidden_of_block)]
+        self._parts = _parts(model)
         self._rope = FixedRope(model)
         self._outputs: dict[int, Any] = {}
         """In a forward, the outputs of the layers that it is asked for, which hooks write within `installed`."""
@@ -203,6 +204,9 @@ class TransformersTarget(nn.Module):
         longest: tokens of the longest row, prompt and generation together.
         """
         check_model(self.model)  # adapters may have been added
+        if not set(map(id, _parts(self.model))) <= set(map(id, self._parts)):
+            hint = "call accelerate again after layers are replaced"
+            raise MLAError("model", "the layers that `accelerate` found", "others in their place", hint)
         with ExitStack() as stack:
             for cache in (self._trunk, self._mtp):
                 for layer in () if cache is None else cache.latent.values():
@@ -219,6 +223,13 @@ class TransformersTarget(nn.Module):
                     module.forward = forward
                     stack.callback(delattr, module, "forward")
             yield
+
+
+def _parts(model: Any) -> list[Any]:
+    """The modules that a target prepares once: layers, their attention, and its indexers."""
+    attention = attention_layers(model)
+    indexers = [getattr(layer, "indexer", None) for layer in attention]
+    return [*model.get_decoder().layers, *attention, *indexers]
 
 
 def _hidden_of_block(_module: nn.Module, _inputs: object, output: Any) -> Any:
@@ -261,6 +272,11 @@ def check_model(model: Any) -> None:
         raise MLAError("model", "all parameters on one device", ", ".join(sorted(devices)))
     if model.training:
         raise MLAError("model", "a model in evaluation mode", "one in training mode", "call model.eval()")
+    if model._forward_hooks or model._forward_pre_hooks:
+        hint = "remove them: the engine calls the decoder and the head"
+        raise MLAError(
+            "model", "a model without hooks of its own, as its forward is not called", "hooks", hint
+        )
     for layer in layers:
         up = layer.kv_b_proj
         if type(up) is not nn.Linear or not up.weight.is_floating_point() or "bias" in up.state_dict():
