@@ -14,8 +14,8 @@ class FixedRope:
     """LongRoPE (MiniCPM3) has frequencies for short and for long texts. transformers chooses by the positions in every
     forward, which a captured graph cannot do; here the longest possible row of a call of `generate` decides.
 
-    Results differ only for a text that crosses the limit during generation: transformers changes frequencies then and
-    keeps the keys of the old ones; here the long ones are used throughout.
+    Results differ if a row may cross the limit during generation, even if it ends before: transformers changes
+    frequencies at the limit and keeps the keys of the old ones; here the long ones are used throughout.
     """
 
     def __init__(self, model: nn.Module) -> None:
