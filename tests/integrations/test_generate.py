@@ -1,6 +1,7 @@
 """Uses of `generate` work on an accelerated model as on the stock one, or are rejected by name."""
 
 import copy
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -460,6 +461,28 @@ def test_calls_from_several_threads_run_one_at_a_time(model: Any) -> None:
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: generate(model), range(6)))
     assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_call_that_waits_while_another_thread_restores_the_model(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    with ThreadPoolExecutor(1) as pool, generation.LOCK:
+        waiting = pool.submit(generate, model)
+        time.sleep(0.5)  # it takes the arguments, then waits
+        restore(model)
+    assert torch.equal(waiting.result(), expected)
+
+
+def test_a_model_made_by_the_class_of_an_accelerated_one_is_stock(model: Any) -> None:
+    accelerate(model, compile=False)
+    made = type(model)(model.config).eval()
+    made.load_state_dict(model.state_dict())
+    expected = generate(model)
+    assert torch.equal(generate(made), expected)
+    accelerate(made, compile=False)
+    assert torch.equal(generate(made), expected)
+    restore(made)
+    assert torch.equal(generate(made), expected)
 
 
 def attributes(model: Any) -> list[tuple[str, set[str]]]:

@@ -11,7 +11,7 @@ from mla_compile.engine.config import config_of
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
-from mla_compile.integrations.transformers.generation import AcceleratedGeneration
+from mla_compile.integrations.transformers.generation import LOCK, AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget, check_model
 from mla_compile.models.layout import pack_adjacent, unpack_adjacent
@@ -73,15 +73,15 @@ def accelerate(
     fitted = config.fitted_to(target)
     drafts, room = fitted.num_speculative_tokens, fitted.max_model_len
     accelerated = Accelerated(target, replace(config, num_speculative_tokens=drafts, max_model_len=room))
-    earlier = _take_off(model)
-    if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
-        unpack_adjacent(earlier.target)  # also an MTP layer that is no longer used
-        pack_adjacent(accelerated.target)
-    own = type(model)
-    # `generate` calls methods of the class. The class keeps its name, as saving a model writes it.
-    model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
-    accelerated.own_class = own
-    vars(model)["mla"] = accelerated
+    with LOCK:
+        earlier = _take_off(model)
+        if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
+            unpack_adjacent(earlier.target)  # also an MTP layer that is no longer used
+            pack_adjacent(accelerated.target)
+        own = type(model)
+        # `generate` calls methods of the class. The class keeps its name, as saving a model writes it.
+        model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
+        vars(model)["mla"] = accelerated
     return model
 
 
@@ -90,15 +90,18 @@ def restore(model: PreTrainedModel) -> None:
 
     Weights that `accelerate` joined in one tensor get their own memory.
     """
-    accelerated = _take_off(model)
-    if accelerated is not None:
-        unpack_adjacent(accelerated.target)
+    with LOCK:
+        accelerated = _take_off(model)
+        if accelerated is not None:
+            unpack_adjacent(accelerated.target)
 
 
 def _take_off(model: PreTrainedModel) -> Accelerated | None:
     """Restore the class of `model`, and return its `Accelerated` state; None if it has none."""
     if not isinstance(model, AcceleratedGeneration):
         return None
-    accelerated: Accelerated = vars(model).pop("mla")
-    model.__class__ = accelerated.own_class  # type: ignore[assignment]
+    _, own = type(model).__bases__
+    model.__class__ = own
+    # A model that was made by the class of an accelerated one has none.
+    accelerated: Accelerated | None = vars(model).pop("mla", None)
     return accelerated

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from transformers import PreTrainedModel
-
 from mla_compile.engine import CaptureReport, Completion, Engine, EngineConfig
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generate_call import GenerateCall
@@ -16,8 +14,6 @@ class Accelerated:
 
     completions: of the last call of `generate`, one per row, with its number of steps and acceptance length.
     """
-
-    own_class: type[PreTrainedModel]
 
     def __init__(self, target: TransformersTarget, config: EngineConfig) -> None:
         """config: of the first engine, with a number of drafts and a `max_model_len`."""

@@ -39,11 +39,18 @@ class AcceleratedGeneration(GenerationMixin):
         # The tokenizers are not needed: stop strings are among the criteria.
         if synced_gpus:
             raise MLAError("synced_gpus", "False, as one process runs the model", synced_gpus)
-        call = GenerateCall.of(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config
+        call = GenerateCall.of(*arguments, streamer, model_kwargs)
+        with LOCK:
+            accelerated: Accelerated | None = vars(self).get("mla")
+            if accelerated is not None:
+                return _generate(accelerated, call)
+        # Another thread has restored the model meanwhile, or the class of an accelerated model has made it.
+        model: Any = super() if isinstance(self, AcceleratedGeneration) else self  # type: ignore[redundant-expr]
+        result: GenerateDecoderOnlyOutput | Tensor = model._sample(
+            *arguments, streamer=streamer, **model_kwargs
         )
-        with _LOCK:
-            return _generate(self.mla, call)
+        return result
 
     def _assisted_decoding(  # type: ignore[override]
         self,
@@ -64,7 +71,7 @@ class AcceleratedGeneration(GenerationMixin):
         raise MLAError("num_beams", "1", generation_config.num_beams, f"sample, {UNDO}")
 
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 """One lock for all accelerated models: streamers run `generate` in threads, and an engine serves one at a time."""
 
 
