@@ -633,6 +633,29 @@ def test_the_model_called_from_its_own_generate_is_an_error(model: Any) -> None:
         generate(model, stopping_criteria=criteria)
 
 
+def test_generate_called_from_its_own_criterion_is_an_error(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    criteria = StoppingCriteriaList([lambda *_: generate(model)])
+    with pytest.raises(MLAError, match=r"^generate: .*one inside of it; generate with a copy"):
+        generate(model, stopping_criteria=criteria)
+    assert torch.equal(generate(model), expected)
+
+
+def test_a_vocabulary_of_another_size(model: Any) -> None:
+    accelerate(model, compile=False)
+    size = model.vocab_size
+    model.resize_token_embeddings(size + 8)
+    prompt = torch.tensor([[1, size + 3]])
+    tokens = model.generate(prompt, do_sample=False, max_new_tokens=4)
+    restore(model)
+    assert torch.equal(tokens, model.generate(prompt, do_sample=False, max_new_tokens=4))
+    accelerate(model, compile=False)
+    model.resize_token_embeddings(size - 8)
+    with pytest.raises(MLAError, match=r"^prompts\[0\]: expected token ids in"):
+        model.generate(torch.tensor([[1, size - 1]]), max_new_tokens=4)
+
+
 def test_accelerating_twice_and_restoring_twice_are_harmless(model: Any) -> None:
     own = type(model)
     accelerate(accelerate(model, compile=False), compile=False)

@@ -13,12 +13,14 @@ class Accelerated:
     """The state of an accelerated model, `model.mla`: the target and the engine that runs it.
 
     completions: of the last call of `generate`, one per row, with its number of steps and acceptance length.
+    is_generating: whether a call of `generate` is under way.
     """
 
     def __init__(self, target: TransformersTarget, config: EngineConfig) -> None:
         """config: of the first engine, with a number of drafts and a `max_model_len`."""
         self.target = target
         self.completions: list[Completion] = []
+        self.is_generating = False
         self._drafts = config.num_speculative_tokens
         self._config = config
         self._engine: Engine | None = self._made(config)

@@ -44,7 +44,18 @@ class AcceleratedGeneration(GenerationMixin):
         with LOCK:
             accelerated: Accelerated | None = vars(self).get("mla")
             if accelerated is not None:
-                return _generate(accelerated, call)
+                if accelerated.is_generating:
+                    expected = (
+                        "a call after the model's other one, not in its streamer, criterion or processor"
+                    )
+                    raise MLAError(
+                        "generate", expected, "one inside of it", "generate with a copy of the model"
+                    )
+                accelerated.is_generating = True
+                try:
+                    return _generate(accelerated, call)
+                finally:
+                    accelerated.is_generating = False
         # Another thread has restored the model meanwhile, or the class of an accelerated model has made it.
         model: Any = super() if isinstance(self, AcceleratedGeneration) else self  # type: ignore[redundant-expr]
         result: GenerateDecoderOnlyOutput | Tensor = model._sample(

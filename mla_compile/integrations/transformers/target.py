@@ -113,14 +113,17 @@ class TransformersTarget(nn.Module):
         return len(self._indexers) > 0  # `bool` of a list is what Dynamo 2.11 cannot trace
 
     def fits_its_caches(self) -> bool:
-        """Whether the weights still have the dtype and device of `prepare`, which `model.to` changes."""
+        """Whether the weights still have the dtype, device and vocabulary of `prepare`."""
         has_caches = next(iter(self._trunk.latent.values())).kv_cache is not None
-        return has_caches and _kind(_up_projection(self._trunk)) == self._prepared
+        is_same = (
+            self.vocab_size == self._prepared_vocab and _kind(_up_projection(self._trunk)) == self._prepared
+        )
+        return has_caches and is_same
 
     def prepare(self, num_pages: int) -> None:
         """Move the MTP layer and rotary frequencies to the weights' device, and drop recurrent states."""
         weight = _up_projection(self._trunk)
-        self._prepared = _kind(weight)
+        self._prepared, self._prepared_vocab = _kind(weight), self.vocab_size
         layer, cache = self.mtp_layer, self._mtp
         if layer is not None and cache is not None and _kind(_up_projection(cache)) != self._prepared:
             layer.to(weight.device, weight.dtype)  # `model.to` does not reach it
