@@ -186,8 +186,11 @@ class GrammarRow:
         return True
 
     def give_up(self, num_drafts: int) -> None:
-        """Record that the matcher is in an error after `num_drafts` drafts, and restart from the emitted tokens."""
-        self._dead_end = num_drafts, _message(self.matcher)
+        """Record that no token can follow `num_drafts` drafts, and restart from the emitted tokens."""
+        message = (
+            _message(self.matcher) if self.matcher.is_error() else "one that requires a special token's text"
+        )
+        self._dead_end = num_drafts, message
         self._matcher = self.grammar.matcher(self._completion.token_ids)
 
     def fail(self, error: BaseException) -> None:
@@ -259,7 +262,7 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
             if row.error is not None:
                 continue
             with _failing_alone(row):
-                if row.matcher.is_error():
+                if row.matcher.is_error() or not _keep_end(row, masks[i, j]).any():
                     masks[i, j] = 0
                     row.give_up(j)
                 elif j < len(guesses[i]) and row.read_draft(guesses[i][j]):
@@ -271,6 +274,15 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
                     row.matcher.rollback(j)
         j += 1
     return masks
+
+
+def _keep_end(row: GrammarRow, words: Tensor) -> Tensor:
+    """A mask with the end-of-sequence id only after a complete text. llguidance also allows it where the text of the id
+    is a part of what the grammar requires."""
+    word, bit = divmod(row.grammar.eos_id, 32)
+    if int(words[word]) >> bit & 1 and not row.matcher.is_accepting():
+        words[word] ^= 1 << bit if bit < 31 else -(1 << 31)
+    return words
 
 
 def _filled(rows: list[GrammarRow], width: int) -> Tensor:

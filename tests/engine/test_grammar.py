@@ -465,6 +465,18 @@ def test_json_has_one_space_between_its_words_unless_the_schema_says_otherwise()
             assert (one.matcher().try_consume_tokens(ids) == len(ids)) == fits, (pattern, spaces)
 
 
+def test_the_text_of_the_end_within_a_grammar_does_not_end_it() -> None:
+    """llguidance reads that text as the end-of-sequence id."""
+    end, completion = SHIPPED.eos_token_id, Completion()
+    row = GrammarRow(Grammar.from_regex(r"a<\|endoftext\|>b", SHIPPED), completion, [end], "grammar")
+    completion.token_ids += SHIPPED("a")["input_ids"]
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    allowed = allowed_tokens({0: row}, none, vocab_size=len(SHIPPED))
+    assert allowed[0, 0].nonzero().flatten().tolist() == [end]
+    settled = row.settle(RowReport([end], False))
+    assert settled.tokens == [] and "got one that requires a special token's text" in str(settled.error)
+
+
 DEAD = "a(cd)*|bz"
 """`z` is no token, so a text that begins with `b` cannot go on."""
 
