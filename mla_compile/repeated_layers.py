@@ -20,12 +20,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.passes.effects import may_write, memory, mutates
 from mla_compile.passes.nodes import namespace_of, op_name, value_of
-from mla_compile.torch_internals import (
-    is_plain,
-    storage_key,
-    symbols_of,
-    symbols_read_from,
-)
+from mla_compile.torch_internals import is_plain, storage_key, symbols_of, symbols_read_from
 
 LEAST_TIMES = 4
 """Fewest repetitions that are compiled once. Each one costs a call, some 50 us on the host."""

@@ -479,9 +479,8 @@ def run_check(check: Callable[..., object], *arguments: Any) -> None:
     Raises:
         MLAError: the error of `check`. Dynamo raises it unchanged and adds the line of the user's code.
     """
-    if (
-        not torch.compiler.is_dynamo_compiling()
-    ):  # from torch 2.13 on `is_compiling` is true while any thread compiles
+    # From torch 2.13 on `is_compiling` is true in all threads while one compiles.
+    if not torch.compiler.is_dynamo_compiling():
         check(*arguments)
         return
     from torch._dynamo.comptime import comptime

@@ -187,9 +187,8 @@ class GrammarRow:
 
     def give_up(self, num_drafts: int) -> None:
         """Record that no token can follow `num_drafts` drafts, and restart from the emitted tokens."""
-        message = (
-            _message(self.matcher) if self.matcher.is_error() else "one that requires a special token's text"
-        )
+        is_error = self.matcher.is_error()
+        message = _message(self.matcher) if is_error else "one that requires a special token's text"
         self._dead_end = num_drafts, message
         self._matcher = self.grammar.matcher(self._completion.token_ids)
 

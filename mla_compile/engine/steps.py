@@ -32,7 +32,7 @@ A batch on an idle engine needs no more, and so waits for one compilation instea
 
 EAGER_STEPS = 256
 """Steps of a kind that an engine with a background compiler runs before it compiles them: a few requests end sooner.
-It counts and compiles anew if settings of torch change for which code is compiled."""
+It counts and compiles apart for each setting of torch on which compiled code depends."""
 
 VERIFY = "verify"
 """The name of a step's first part."""
