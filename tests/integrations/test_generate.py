@@ -1,6 +1,7 @@
 """Uses of `generate` work on an accelerated model as on the stock one, or are rejected by name."""
 
 import copy
+import functools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import can_return_tuple
 
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
@@ -593,6 +595,51 @@ def test_hooks_on_the_model_itself_are_refused(model: Any) -> None:
         generate(model)
     handle.remove()
     generate(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_forward_of_transformers_compiled_or_not_needs_no_warning(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stock_model(family)
+    accelerate(model, num_speculative_tokens=0, compile=False)
+    accelerate(model, num_speculative_tokens=0, compile=False)
+    restore(model)
+    accelerate(torch.compile(model, backend="eager"), num_speculative_tokens=0, compile=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    accelerate(model, num_speculative_tokens=0, compile=False)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("where", ["class", "instance", "accelerated"])
+def test_another_forward_is_not_run_and_a_warning_names_its_class(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = stock_model("youtu")
+    own = type(model)
+    expected = generate(model)
+
+    class Rolled(own):  # type: ignore[misc, valid-type]
+        @can_return_tuple  # whose code is transformers', unlike what it wraps
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = own.forward(self, *args, **kwargs)
+            output.logits = output.logits.roll(1, -1)
+            return output
+
+    if where == "instance":
+        model.forward = functools.wraps(model.forward)(
+            lambda *args, **kwargs: Rolled.forward(model, *args, **kwargs)
+        )
+    else:
+        model.__class__ = Rolled
+    assert not torch.equal(generate(model), expected)
+    for _ in range(1 + (where == "accelerated")):
+        caplog.clear()
+        accelerate(model, compile=False)
+        (record,) = caplog.records
+        name = own.__name__ if where == "instance" else "Rolled"
+        assert record.getMessage().startswith(f"{name}: its forward is not transformers' own")
+    assert torch.equal(generate(model), expected)
 
 
 def test_a_layer_in_place_of_another_is_refused_until_the_model_is_accelerated_again(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,7 +33,8 @@ def accelerate(
     Weights that one product can share move in memory, and stay the same parameters with the same values. Greedy and
     sampled generation, left-padded batches, streamers, stopping criteria and logits processors work; anything else
     (beams, `past_key_values`, ...) raises an `MLAError` that names it. `torch.manual_seed` makes sampling repeatable:
-    it gives another text than stock `generate`, but the same one for any number of drafts.
+    it gives another text than stock `generate`, but the same one for any number of drafts. Only the decoder and the
+    head run: a warning is logged if the model's forward is not transformers' own.
 
     Args:
         model: a transformers model with MLA attention in every layer, on one device, in evaluation mode.
@@ -73,6 +74,9 @@ def accelerate(
     fitted = config.fitted_to(target)
     drafts, room = fitted.num_speculative_tokens, fitted.max_model_len
     accelerated = Accelerated(target, replace(config, num_speculative_tokens=drafts, max_model_len=room))
+    if not _has_stock_forward(model):
+        message = "%s: its forward is not transformers' own, and generate runs only the decoder and the head"
+        log.warning(message, type(model).__name__)
     with LOCK:
         earlier = _take_off(model)
         if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
@@ -94,6 +98,18 @@ def restore(model: PreTrainedModel) -> None:
         accelerated = _take_off(model)
         if accelerated is not None:
             unpack_adjacent(accelerated.target)
+
+
+def _has_stock_forward(model: PreTrainedModel) -> bool:
+    """Whether all code of `forward` is transformers' own, compiled or not."""
+    part: Any = getattr(model, "_orig_mod", model).forward  # what `torch.compile(model)` compiles
+    while part is not None:
+        # Not `__module__`, which wrappers copy.
+        module = getattr(part, "__globals__", {}).get("__name__", "")
+        if not module.startswith(("transformers.", "torch._dynamo.")):
+            return False
+        part = getattr(part, "__wrapped__", None)
+    return True
 
 
 def _take_off(model: PreTrainedModel) -> Accelerated | None:
