@@ -360,6 +360,9 @@ def test_sampling_follows_the_distribution_of_stock(model: Any) -> None:
         ("use_mtp", {"use_mtp": True}),
         ("position_ids", {"position_ids": torch.arange(IDS.shape[1]).expand(4, -1) + 5}),
         ("attention_mask", {"attention_mask": MASK.flip(1)}),
+        ("attention_mask", {"attention_mask": torch.ones(1, IDS.shape[1])}),
+        ("attention_mask", {"attention_mask": torch.ones(4, IDS.shape[1] + 1)}),
+        ("eos_token_id", {"eos_token_id": list(range(65))}),
         ("inputs_embeds", {"inputs_embeds": torch.zeros(4, IDS.shape[1], 64)}),
     ],
 )
@@ -456,6 +459,25 @@ def test_a_streamer_that_fails_leaves_the_model_usable(model: Any) -> None:
     assert torch.equal(generate(model), expected)
 
 
+@pytest.mark.parametrize("error", [KeyError, StopIteration])
+def test_a_processor_that_fails_is_shown_and_leaves_the_model_usable(
+    model: Any, on: Any, error: type[Exception]
+) -> None:
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if input_ids.shape[1] == IDS.shape[1] + 3:
+                raise error
+            return scores
+
+    expected = generate(model)
+    on()
+    # Python makes a StopIteration that leaves a generator, such as the engine's stream, a RuntimeError.
+    shown, match = (MLAError, "^logits_processor: Broken raised") if error is StopIteration else (error, None)
+    with pytest.raises(shown, match=match):
+        generate(model, logits_processor=LogitsProcessorList([Plus(), Broken()]))
+    assert torch.equal(generate(model), expected)
+
+
 @pytest.mark.long
 def test_calls_from_several_threads_run_one_at_a_time(model: Any) -> None:
     expected = generate(model)
@@ -540,10 +562,21 @@ def test_a_model_without_a_head_is_refused_with_the_class_that_has_one(family: s
         accelerate(body)
 
 
-def test_a_prompt_without_tokens_is_refused(model: Any) -> None:
+@pytest.mark.parametrize("ids", [IDS[:1, :0], IDS[:0]], ids=["no tokens", "no rows"])
+def test_an_empty_prompt_or_batch_is_refused(model: Any, ids: Tensor) -> None:
     accelerate(model, compile=False)
-    with pytest.raises(MLAError, match=r"^input_ids: expected at least one token a row"):
-        model.generate(IDS[:1, :0], max_new_tokens=2, do_sample=False)
+    with pytest.raises(MLAError, match=r"^input_ids: expected at least one row, and one token in each"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("ids", [[3, 0, 4], [3, 4, 0], [0, 0, 0]], ids=str)
+def test_a_padding_id_in_the_text_needs_a_mask_and_the_error_says_so(model: Any, ids: list[int]) -> None:
+    prompt, kwargs = torch.tensor([ids]), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs)
+    accelerate(model, compile=False)
+    with pytest.raises(MLAError, match=r"^attention_mask: .* pass attention_mask of ones"):
+        model.generate(prompt, **kwargs)
+    assert torch.equal(model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs), expected)
 
 
 def test_the_models_positions_bound_it() -> None:

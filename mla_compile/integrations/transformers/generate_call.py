@@ -101,18 +101,24 @@ class GenerateCall:
         )
 
 
+def check_mask(mask: Tensor | None, inputs: Tensor) -> None:
+    """Raises `MLAError` for a mask of another shape than the input, `[rows, tokens]`."""
+    if mask is not None and mask.shape != inputs.shape[:2]:
+        raise MLAError("attention_mask", f"{list(inputs.shape[:2])}, as input_ids", list(mask.shape))
+
+
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    if input_ids.shape[-1] == 0:
-        raise MLAError("input_ids", "at least one token a row", list(input_ids.shape))
+    if input_ids.numel() == 0:
+        raise MLAError("input_ids", "at least one row, and one token in each", list(input_ids.shape))
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
-    if mask.shape != input_ids.shape:
-        raise MLAError("attention_mask", f"{list(input_ids.shape)}, as input_ids", list(mask.shape))
     live = mask.bool()
+    # Without a mask, `generate` takes each padding id as padding.
+    hint = "if the padding id is a token of the text, pass attention_mask of ones"
     if not bool(live.any(dim=-1).all()):
-        raise MLAError("attention_mask", "a token in every row", "a row of padding only")
+        raise MLAError("attention_mask", "a token in every row", "a row of padding only", hint)
     if bool((live[:, :-1] & ~live[:, 1:]).any()) or not bool(live[:, -1].all()):
-        hint = "set tokenizer.padding_side = 'left'"
+        hint = f"set tokenizer.padding_side = 'left'; {hint}"
         raise MLAError("attention_mask", "zeros only at the start of a row", "zeros after a token", hint)
     positions = model_kwargs.get("position_ids")
     usual = (live.long().cumsum(dim=-1) - 1).masked_fill(~live, 0)

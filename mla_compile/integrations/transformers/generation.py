@@ -12,8 +12,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mla_compile.engine import Completion
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
-from mla_compile.integrations.transformers.generate_call import UNDO, GenerateCall
+from mla_compile.integrations.transformers.generate_call import UNDO, GenerateCall, check_mask
 from mla_compile.ops.sampling.sample import gumbel_noise
+from mla_compile.sampling_params import MAX_STOP_IDS
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -23,6 +24,13 @@ class AcceleratedGeneration(GenerationMixin):
     """Mixed into an accelerated model's class: `generate` prepares everything as usual, then calls these methods."""
 
     mla: Any  # an `Accelerated`; transformers evaluates the annotations of model classes
+
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the mask's shape here, as `generate` drops a mask of ones later."""
+        model: Any = super()
+        inputs, name, model_kwargs = model._prepare_model_inputs(*args, **kwargs)
+        check_mask(model_kwargs.get("attention_mask"), inputs)
+        return inputs, name, model_kwargs
 
     def _sample(  # type: ignore[override]  # transformers types tensors as LongTensor
         self,
@@ -88,6 +96,11 @@ LOCK = threading.RLock()
 
 def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
     engine = accelerated.engine_for(call)
+    # Some configs have -1 for no id.
+    stop_ids = {id for id in call.stop_ids if 0 <= id < engine.model.vocab_size}
+    if len(stop_ids) > MAX_STOP_IDS:
+        hint = "pass a stopping criterion of your own for the others"
+        raise MLAError("eos_token_id", f"at most {MAX_STOP_IDS} ids", len(stop_ids), hint)
     choice = None if call.processors is None else _ProcessedChoice(call)
     columns = _Columns(call, choice)
     with accelerated.target.installed(call.longest):
@@ -95,8 +108,7 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
             call.prompts,
             max_new_tokens=call.max_new_tokens,
             sampling=call.sampling,
-            # Some configs have -1 for no id.
-            stop_ids=[id for id in call.stop_ids if 0 <= id < engine.model.vocab_size],
+            stop_ids=sorted(stop_ids),
             choose=choice,
         ):
             accelerated.completions = completions
@@ -197,7 +209,7 @@ class _ProcessedChoice:
     def __init__(self, call: GenerateCall) -> None:
         assert call.processors is not None
         self._call = call
-        self._processors: Any = call.processors
+        self._processors = call.processors
         count = len(call.prompts)
         self._completions = [Completion() for _ in range(count)]
         # Of each row's last step, until its number of tokens is known: scores, logits, tokens before it.
@@ -236,10 +248,20 @@ class _ProcessedChoice:
             given = every.clone()
             for row, i, j in places:
                 given[row] = logits[i, j]
-            processed = self._processors(ids, given)
+            processed = self._run_processors(ids, given)
             for row, i, j in places:
                 scores[i, j] = processed[row]
         return scores
+
+    def _run_processors(self, ids: Any, scores: Any) -> Tensor:
+        for processor in self._processors:
+            try:
+                scores = LogitsProcessorList([processor])(ids, scores)
+            except StopIteration as error:  # in the engine's generator it would become a RuntimeError
+                what = f"{type(processor).__name__} raised StopIteration"
+                raise MLAError("logits_processor", "", what, "raise another exception") from error
+        processed: Tensor = scores
+        return processed
 
     def _noise(self, rows: list[int], scores: Tensor) -> Tensor:
         """The noise that the compiled step would add, so tokens are the same wherever they are chosen."""
