@@ -122,9 +122,9 @@ class Group:
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Begins when all configurations have reached it and earlier ones have finished theirs.
+        """Begins when all configurations have reached it and earlier ones have finished theirs; ends with the last.
 
-        Waiting processes use no GPU. Rank 0 acts for its configuration.
+        Waiting processes use no GPU, nor do those that have had their turn. Rank 0 acts for its configuration.
         """
         leads, turns = self.rank == 0, PrefixStore(f"turn {name}", self._of_all)
         if leads and turns.add("here", 1) == self._count:
@@ -133,6 +133,7 @@ class Group:
         yield
         if leads:
             turns.set(str(self._place + 1), "")
+        turns.wait([str(self._count)])
 
     def gathered(self, name: str, value: object) -> list[Any]:
         """The value of each process, as JSON, by rank."""
