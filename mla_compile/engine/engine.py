@@ -80,7 +80,7 @@ class Engine:
         self._caches = EngineCaches(model, drafter, self.config)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._lock = SingleOwner()
-        self._is_closed = self._is_stepping = False
+        self._is_closed = self._is_changing = False
         self._launcher = (
             Launcher(model, drafter, self.config)
             if ranks is None
@@ -92,6 +92,7 @@ class Engine:
         """Drop all requests and all knowledge of the caches' contents, on the other ranks too."""
         self._scheduler = Scheduler(self.config, self._caches.lookahead)
         self._under_way: deque[Launch] = deque()
+        self._to_abort: deque[Request] = deque()
         self._is_launching = False  # so other ranks may wait for this one
         if not self._is_closed:
             self._launcher.clear()
@@ -141,6 +142,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now, with finish_reason "abort"; a request that has ended stays as it is.
 
+        In a callback of a step, or in a signal handler that interrupts a call of the engine, it ends with that call.
+
         Args:
             request: what `add` returned.
 
@@ -149,8 +152,11 @@ class Engine:
         """
         if not getattr(request, "has_ended", False) and getattr(request, "engine", None) is not self:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
-        with self._whole_or_nothing():
-            self._scheduler.abort(request)
+        with self._lock:
+            self._to_abort.append(request)
+            if not self._is_changing:
+                with self._whole_or_nothing():
+                    pass  # it aborts them at its end
 
     def leave(self, request: Request) -> None:
         """Abort a request whose iterator was closed: now or, while a call of the engine runs, when that call ends."""
@@ -171,24 +177,26 @@ class Engine:
                 not raised: it ends that request with "error" and a message, and the others continue.
         """
         with self._lock:
-            if self._is_stepping:  # its rows are between two parts of their step
-                hint = "return from the callback, then call the engine"
-                raise MLAError("engine", "no step inside a step", "one in a callback of a step", hint)
+            if self._is_changing:
+                got, hint = "one in a callback or a signal handler", "return from it, then call the engine"
+                raise MLAError("engine", "no step inside a step", got, hint)
             self._check_caches()
-            try:
-                self._is_stepping = True
-                with self._whole_or_nothing():
-                    self._step()
-            finally:
-                self._is_stepping = False
+            with self._whole_or_nothing():
+                self._step()
 
     @contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
         """Changes of requests, rows and pages: an error in the middle, such as an interrupt, ends all requests."""
         with self._lock:
+            is_within_another = self._is_changing
             try:
+                self._is_changing = True
                 yield
+                while self._to_abort and not is_within_another:
+                    self._scheduler.abort(self._to_abort.popleft())
+                self._is_changing = is_within_another
             except BaseException as error:
+                self._is_changing = is_within_another
                 # An interrupt between the block and its end closes this generator.
                 is_closed = isinstance(error, GeneratorExit)
                 message = INTERRUPTED if is_closed else str(error) or type(error).__name__

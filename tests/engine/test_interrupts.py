@@ -3,12 +3,18 @@
 `stress.faults` has them before any line. The interrupted methods are private: no public call is between two of them.
 """
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from mla_compile import Engine
+from mla_compile.engine import engine as engine_module
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Scheduler
@@ -105,3 +111,49 @@ def test_a_request_that_is_too_long_ends_no_other() -> None:
         check([1] * 99, max_new_tokens=3)
     finish(mine)
     assert first.completion.finish_reason == "length"
+
+
+def test_an_abort_in_a_signal_handler_ends_the_request_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = engine(1)
+    requests = [mine.add(prompt, max_new_tokens=9) for prompt in PROMPTS]
+    mine.step()
+    plan = Scheduler._plan_chunks
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGUSR1)  # the decodes are planned
+        plan(*args, **kwargs)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: requests[1].abort())
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "_plan_chunks", interrupted)
+            mine.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    finish(mine)
+    assert [request.completion.finish_reason for request in requests] == ["length", "abort", "length"]
+    check_serves(mine, requests)
+
+
+@pytest.mark.parametrize(
+    "line", ["self._is_changing = True", "yield", "self._is_changing = is_within_another"]
+)
+def test_an_interrupt_at_the_end_of_a_step_leaves_an_engine_that_steps(line: str) -> None:
+    mine, text = engine(1), Path(engine_module.__file__).read_text().splitlines()
+    number = 1 + next(i for i, each in enumerate(text) if each.strip() == line)
+    requests = [mine.add(prompt, max_new_tokens=9) for prompt in PROMPTS]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if (event, frame.f_code.co_filename, frame.f_lineno) == ("line", engine_module.__file__, number):
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mine.step()
+    finally:
+        sys.settrace(before)
+    check_serves(mine, requests)

@@ -142,6 +142,23 @@ def test_a_refused_call_names_the_owning_thread_and_changes_nothing(
     assert first.completion.token_ids == expected[0][: len(first.completion.token_ids)]
 
 
+def test_an_abort_in_a_callback_of_a_step_ends_the_request_with_that_step(expected: list[list[int]]) -> None:
+    mine, ended = engine(), list[bool]()
+    first, second = (mine.add(prompt, max_new_tokens=LENGTH) for prompt in PROMPTS[:2])
+
+    def choose(logits: torch.Tensor, *_: object) -> torch.Tensor:
+        second.abort()
+        ended.append(second.has_ended)
+        return logits.argmax(dim=-1)
+
+    texts = list(mine.stream(PROMPTS[2:3], max_new_tokens=LENGTH, choose=choose))[-1]
+    finish(mine)
+    assert ended[:2] == [False, True]  # the first step has its row
+    assert second.completion.finish_reason == "abort"
+    assert [texts[0].token_ids, first.completion.token_ids] == [expected[2], expected[0]]
+    assert (mine.stats.rows_in_use, mine.stats.num_waiting) == (0, 0)
+
+
 @pytest.mark.parametrize("call", [Engine.step, lambda of: of.generate([[1]], max_new_tokens=2)])
 def test_a_step_in_a_callback_of_a_step_ends_that_stream_alone(
     call: Callable[[Engine], object], expected: list[list[int]]
@@ -153,7 +170,7 @@ def test_a_step_in_a_callback_of_a_step_ends_that_stream_alone(
         return logits.argmax(dim=-1)
 
     first = mine.add(PROMPTS[0], max_new_tokens=LENGTH)
-    with pytest.raises(MLAError, match=r"^engine: expected no step inside a step.*return from the callback"):
+    with pytest.raises(MLAError, match=r"^engine: expected no step inside a step.*return from it"):
         list(mine.stream(PROMPTS[1:2], max_new_tokens=LENGTH, choose=choose))
     finish(mine)
     assert first.completion.token_ids == expected[0]
