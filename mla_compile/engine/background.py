@@ -23,10 +23,10 @@ PATIENCE = 3.0
 _RUNS = threading.Lock()
 
 
-def run_in_background(what: str, job: Callable[[], None]) -> None:
+def run_in_background(what: str, job: Callable[[], None]) -> threading.Thread | None:
     """Run a job in a thread, after those before it. The end of the program stops it.
 
-    what: its name in the warning if it fails.
+    what: its name in the warning if it fails. Returns the thread; None if the program is ending.
     """
     # With the caller's context, which has its settings of torch.
     arguments = _run, what, job
@@ -39,6 +39,8 @@ def run_in_background(what: str, job: Callable[[], None]) -> None:
         thread.start()
     except RuntimeError as error:  # the program is ending
         log.warning("%s was not started; it runs eagerly: %s", what, error)
+        return None
+    return thread
 
 
 def _run(what: str, job: Callable[[], None]) -> None:

@@ -389,6 +389,10 @@ class Engine:
         """Whether steps are compiled before they run, so that `warm_up` saves requests a wait; see `EngineConfig`."""
         return self.config.compile is not False and not self._launcher.steps.compiles_in_background
 
+    def wait_until_compiled(self) -> None:
+        """Wait for the steps that a background thread is compiling, if any; see `EngineConfig.compile`."""
+        self._launcher.steps.wait_for_jobs()
+
     def capture_report(self) -> CaptureReport:
         """The buckets compiled and captured so far, with their time and memory, and why others were not."""
         with self._lock:

@@ -1,5 +1,6 @@
 """The calls of a step and the states that they run on: compiled on first use, and captured if possible."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -76,6 +77,7 @@ class Steps:
         why_not = _why_not_captured(config, model.device)
         self.compiles_in_background = _compiles_in_background(model, config, ranks)
         self._num_steps = Counter[tuple[object, ...]]()  # by kind and settings of torch
+        self._jobs: list[threading.Thread | None] = []
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
         self.num_mixed, self.warms_prompts = 0, False
@@ -163,7 +165,14 @@ class Steps:
             self._num_steps[kind] += 1
             if self._num_steps[kind] == EAGER_STEPS:
                 job = partial(self.compile_parts, sampled, inference=torch.is_inference_mode_enabled())
-                run_in_background(f"compiling the {_kind(sampled)} step", job)
+                self._jobs.append(run_in_background(f"compiling the {_kind(sampled)} step", job))
+
+    def wait_for_jobs(self) -> None:
+        """Wait until the background thread has compiled what it was given."""
+        for thread in self._jobs:
+            if thread is not None:
+                thread.join()
+        self._jobs.clear()
 
     def compile_parts(self, sampled: bool, *, inference: bool) -> None:
         """Compile the parts of a step that run eagerly until then, on rows of their own, which write to no cache.

@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, generation, restore
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.latents import FP8
+from tests.counters import compile_counters
 from tests.integrations.families import FAMILIES, prompts, stock_model
 from tests.integrations.mtp import MTP_FAMILIES, random_mtp, with_mtp
 from tests.integrations.stock import greedy, left_padded
@@ -628,6 +630,57 @@ def test_hooks_on_the_model_itself_are_refused(model: Any) -> None:
         generate(model)
     handle.remove()
     generate(model)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unlowered")
+def test_hooks_on_other_modules_act_while_they_are_there(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, num_speculative_tokens=0, compile=True)
+    assert torch.equal(generate(model), expected)
+    with hooks_on(model):
+        hooked = generate(model)
+    assert torch.equal(generate(model), expected)
+    restore(model)
+    with hooks_on(model):
+        assert torch.equal(generate(model), hooked)
+    assert not torch.equal(hooked, expected)
+
+
+@contextmanager
+def hooks_on(model: Any) -> Iterator[None]:
+    with (
+        model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: 1.5 * output),
+        model.model.norm.register_forward_pre_hook(lambda _, args: (args[0].roll(1, -1),)),
+    ):
+        yield
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("unlowered")
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_call_waits_for_the_thread_that_compiles_its_steps(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raises: bool
+) -> None:
+    """It traces what is installed for the call."""
+    monkeypatch.setattr("mla_compile.engine.steps.EAGER_STEPS", STEPS // 2)
+    expected = generate(model)
+    accelerate(model, num_speculative_tokens=0, compile=None)
+
+    def fails_late(ids: Tensor, *_: Any, **__: Any) -> bool:
+        if ids.shape[1] == IDS.shape[1] + STEPS - 2:
+            raise KeyError("mine")
+        return False
+
+    graphs = compile_counters()["graphs"]
+    if raises:
+        with pytest.raises(KeyError, match="mine"):
+            generate(model, stopping_criteria=[fails_late])
+    else:
+        assert torch.equal(generate(model), expected)
+    assert compile_counters()["graphs"] == graphs + 2
+    assert torch.equal(generate(model), expected)
+    assert "it runs eagerly" not in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

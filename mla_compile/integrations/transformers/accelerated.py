@@ -22,7 +22,7 @@ class Accelerated:
         self.completions: list[Completion] = []
         self.is_generating = False
         self._drafts = config.num_speculative_tokens
-        self._config = config
+        self._config, self._hooks = config, target.hooks()
         self._engine: Engine | None = self._made(config)
 
     def capture_report(self) -> CaptureReport | None:
@@ -52,10 +52,12 @@ class Accelerated:
         length = min(length, positions or length)
         drafts = 0 if use_mtp is False else self._drafts
         config = replace(self._config, num_speculative_tokens=drafts, max_rows=rows, max_model_len=length)
-        if self._engine is None or config != self._config or not self.target.fits_its_caches():
+        hooks = self.target.hooks()
+        is_same = (config, hooks) == (self._config, self._hooks)
+        if self._engine is None or not is_same or not self.target.fits_its_caches():
             self._engine = None  # if there is no memory for a new one, the next call retries
             self._engine = self._made(config)
-            self._config = config
+            self._config, self._hooks = config, hooks
         return self._engine
 
     def _made(self, config: EngineConfig) -> Engine:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +104,8 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
         raise MLAError("eos_token_id", f"at most {MAX_STOP_IDS} ids", len(stop_ids), hint)
     choice = None if call.processors is None else _ProcessedChoice(call)
     columns = _Columns(call, choice)
-    with accelerated.target.installed(call.longest):
+    with accelerated.target.installed(call.longest), ExitStack() as stack:
+        stack.callback(engine.wait_until_compiled)  # the thread traces what is installed
         for completions in engine.stream(
             call.prompts,
             max_new_tokens=call.max_new_tokens,
@@ -117,8 +119,8 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
                     raise MLAError("logits", "numbers", f"row {row}: {completion.error}")
             if columns.extend(completions):
                 break
-    if call.streamer is not None:
-        call.streamer.end()
+        if call.streamer is not None:
+            call.streamer.end()
     config = call.config
     if not config.return_dict_in_generate:
         return columns.sequences()

@@ -120,6 +120,14 @@ class TransformersTarget(nn.Module):
         )
         return has_caches and is_same
 
+    def hooks(self) -> list[int]:
+        """The forward hooks of all modules, each by the number of its handle. Compiled steps have those of the first
+        call: torch guards on no hook."""
+        modules = list(self.modules())
+        return [
+            number for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks) for number in hooks
+        ]
+
     def prepare(self, num_pages: int) -> None:
         """Move the MTP layer and rotary frequencies to the weights' device, and drop recurrent states."""
         weight = _up_projection(self._trunk)
