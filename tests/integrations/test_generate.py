@@ -694,7 +694,7 @@ def test_the_forward_of_transformers_compiled_or_not_needs_no_warning(
     accelerate(torch.compile(model, backend="eager"), num_speculative_tokens=0, compile=False)
     model.forward = torch.compile(model.forward, backend="eager")
     accelerate(model, num_speculative_tokens=0, compile=False)
-    assert not caplog.records
+    assert "forward" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["class", "instance", "accelerated"])
