@@ -84,7 +84,7 @@ def mla(
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
     """The Inductor options of a mode and `options`, and our own options that are given."""
     modes = inductor_modes()
-    if mode is not None and mode not in modes:
+    if mode is not None and mode not in [*modes]:  # a list, as not every object can be hashed
         raise MLAError("mode", f"one of {', '.join(modes)}", repr(mode))
     # Partitions let CUDA graphs capture around an op that must not be captured; without them one tagged op turns
     # capture off for the whole graph. The folding of uniform constants tests whether a tensor is contiguous, which is

@@ -50,10 +50,11 @@ class EngineSettings(TypedDict, total=False):
 class CheckpointSettings:
     """How commands and the server load a checkpoint. See `Checkpoint.load`."""
 
-    tokenizer: Path | None = setting(
+    tokenizer: str | Path | None = setting(
         None,
         "generate serve",
         "Where to take the tokenizer from, if the checkpoint's own is code, which is never run.",
+        kind=str | None,
         metavar="DIR",
         show_default="the checkpoint's",
     )
@@ -179,7 +180,7 @@ class EngineFields:
         None,
         "generate serve plan",
         "An EAGLE-3 head that drafts: a directory, or ORG/NAME of one in the local Hugging Face cache.",
-        kind=Path | None,
+        kind=str | None,
         metavar="DIR",
         show_default="none",
     )

@@ -22,30 +22,41 @@ def find_checkpoint(path: object, name: str = "path") -> Path:
     """
     if not isinstance(path, str | PathLike):
         raise MLAError(name, "a checkpoint's directory", f"{path!r:.80}")
-    if not str(path):
-        raise MLAError(name, "a checkpoint's directory", "an empty path")
-    path = Path(path)
-    if path.exists() or not _NAME.fullmatch(path.as_posix()):
-        return path
+    text = str(path)  # as a Path, "./org/name" and "org/name/" would be names too
+    if not text or "\0" in text:
+        raise MLAError(name, "a checkpoint's directory", f"{text!r:.80}" if text else "an empty path")
+    directory = Path(path)
+    try:
+        if directory.exists() or not _NAME.fullmatch(text):
+            return directory
+    except OSError as error:  # a name that is too long, say
+        raise MLAError(name, "a checkpoint's directory", error) from error
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     for file in _FILES:
         try:
-            found = try_to_load_from_cache(path.as_posix(), file)
+            found = try_to_load_from_cache(text, file)
         except HFValidationError:  # two dashes, say, which no repository may have
             break
         if isinstance(found, str):
             return Path(found).parent
     expected = f"a directory, or a model in the Hugging Face cache {constants.HF_HUB_CACHE}"
-    raise MLAError(f"{name} {path.as_posix()}", expected, "neither", f"run `hf download {path.as_posix()}`")
+    raise MLAError(f"{name} {text}", expected, "neither", f"run `hf download {text}`")
+
+
+def snapshot_of(directory: Path) -> Path | None:
+    """The snapshot in a Hugging Face cache, `models--ORG--NAME/snapshots/COMMIT`, that is or has the directory."""
+    for each in (directory, *directory.parents):
+        if each.parent.name == "snapshots" and each.parents[1].name.startswith("models--"):
+            return each
+    return None
 
 
 def repository_of(directory: Path) -> str | None:
-    """ORG/NAME of a snapshot in a Hugging Face cache, `models--ORG--NAME/snapshots/COMMIT`; None for others."""
-    if directory.parent.name != "snapshots" or not directory.parents[1].name.startswith("models--"):
-        return None
-    return directory.parents[1].name.removeprefix("models--").replace("--", "/")
+    """ORG/NAME of a snapshot in a Hugging Face cache, or of a directory in one; None for others."""
+    snapshot = snapshot_of(directory)
+    return None if snapshot is None else snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
 
 
 def model_name(directory: Path) -> str:

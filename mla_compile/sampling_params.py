@@ -214,10 +214,10 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def check_min_tokens(min_tokens: int, max_tokens: int | None, name: str = "min_tokens") -> None:
-    """Raises `MLAError` if a completion has no room for `min_tokens`. name: of these in errors."""
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    """Raises `MLAError` if a completion has no room for `min_tokens`."""
     if max_tokens is not None and min_tokens > max_tokens:
-        raise MLAError(name, f"at most max_tokens = {max_tokens}", min_tokens)
+        raise MLAError("min_tokens", f"at most max_tokens = {max_tokens}", min_tokens)
 
 
 def _checked_bias(given: object) -> dict[int, float]:

@@ -1,11 +1,11 @@
 """The commands. A user's mistake gives one line on stderr and exit code 2, without a traceback."""
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -85,7 +85,7 @@ class InFlags(TyperCommand):
             _add_suggestion(error, words, names)
             raise
         if extra:
-            flag = "--prompt" if "--prompt" in names and not Path(extra[0]).exists() else "--model"
+            flag = "--prompt" if "--prompt" in names and not os.access(extra[0], os.F_OK) else "--model"
             hint = f". Did you mean {flag} {shlex.quote(extra[0])}?" if flag in names else ""
             ctx.fail(f"Unexpected argument: {extra[0]}{hint}")
         return extra

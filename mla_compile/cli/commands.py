@@ -15,8 +15,9 @@ from mla_compile.hub import find_checkpoint
 from mla_compile.sampling_params import OF_GENERATION_CONFIG, SamplingParams
 from mla_compile.serving.settings import ServerSettings
 
+_SHIPPED = str(SHIPPED_MODEL)
 Model = Annotated[
-    Path,
+    str,  # a Path would lose what tells "./org/name" from a name
     Option(
         metavar="DIR",
         help="Checkpoint in Hugging Face format; or ORG/NAME, a model in the local Hugging Face cache.",
@@ -28,7 +29,7 @@ Model = Annotated[
 @flags_of(SamplingParams, CheckpointSettings, EngineFields, **dict.fromkeys(OF_GENERATION_CONFIG))
 def generate(
     *,
-    model: Model = SHIPPED_MODEL,
+    model: Model = _SHIPPED,
     prompt: Annotated[
         str | None, Option(metavar="TEXT", help="A prompt; its completion is streamed.")
     ] = None,
@@ -56,9 +57,9 @@ def generate(
     regex: Annotated[
         str | None, Option(metavar="R", help="Completions match this regular expression; needs llguidance.")
     ] = None,
-    grammar: Annotated[
+    ebnf: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Completions follow this Lark grammar; needs llguidance."),
+        Option("--grammar", metavar="FILE", help="Completions follow this Lark grammar; needs llguidance."),
     ] = None,
     **settings: Any,
 ) -> None:
@@ -80,8 +81,8 @@ def generate(
     sampling = SamplingParams(**given)
     if settings["batch_invariant"] and settings["compile"] is False:
         raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "use only one of the two")
-    rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
-    model = _directory(model)
+    rules = read_grammar({"--json-schema": json_schema, "--grammar": ebnf}, regex)
+    directory = _directory(model)
     prompts = read_prompts(prompt, input_file, given)
     if prompt is not None and sampling.logprobs is not None and output_file is None:
         expected = "an output file for JSON lines"
@@ -93,7 +94,7 @@ def generate(
     complete(
         prompts,
         write,
-        model=model,
+        model=directory,
         checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
         max_new_tokens=max_new_tokens,
         grammar=rules,
@@ -103,7 +104,7 @@ def generate(
 
 def inspect(
     *,
-    model: Model = SHIPPED_MODEL,
+    model: Model = _SHIPPED,
     num_speculative_tokens: Annotated[
         int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts; a decode row has K + 1 tokens.")
     ] = DEFAULT_DRAFTS,
@@ -129,30 +130,29 @@ def inspect(
         raise MLAError("--prefill-tokens", "0 with --step, which only decodes", prefill_tokens)
     if output is not None and output.suffix.lower() != ".svg":
         raise MLAError("--output", "a file name that ends in .svg", output)
-    model = _directory(model)
+    write = result_writer(output, None, streamed=True)  # checks the file before anything runs
+    directory = _directory(model)
     import torch
 
     from mla_compile.explanation.inspect import inspect_forward, inspect_step
+    from mla_compile.explanation.picture import draw
     from mla_compile.models import load_model
     from mla_compile.models.checkpoint import LoadSettings, open_checkpoint
 
     if step:  # computes rotary frequencies, so meta tensors are not enough
         explanation = inspect_step(
-            load_model(model), num_speculative_tokens=num_speculative_tokens, rows=rows
+            load_model(directory), num_speculative_tokens=num_speculative_tokens, rows=rows
         )
     else:
         explanation = inspect_forward(
-            open_checkpoint(model, LoadSettings(), dtype=torch.float32)[0],
+            open_checkpoint(directory, LoadSettings(), dtype=torch.float32)[0],
             num_speculative_tokens=num_speculative_tokens,
             rows=rows,
             prefill_tokens=48 if prefill_tokens is None else prefill_tokens,
         )
     echo(str(explanation), nl=False)
     if output is not None:
-        try:
-            explanation.save(output)
-        except OSError as error:
-            raise MLAError("--output", "a file that can be written", output, str(error)) from error
+        write(draw(explanation.graphs, explanation.layers).splitlines())
         echo(f"\npicture: {output}")
 
 
@@ -176,7 +176,7 @@ def env(
 
 def demo(
     *,
-    model: Model = SHIPPED_MODEL,
+    model: Model = _SHIPPED,
     max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 80,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
 ) -> None:
@@ -186,16 +186,16 @@ def demo(
 
     Exit code 1 if the tokens differ.
     """
-    model = _directory(model)
+    directory = _directory(model)
     from mla_compile.cli.demo import compare
 
-    compare(model, max_new_tokens=max_new_tokens, compile=compile)
+    compare(directory, max_new_tokens=max_new_tokens, compile=compile)
 
 
 @flags_of(ServerSettings, EngineFields, allowed_hosts=None, allowed_origins=None)
 def serve(
     *,
-    model: Model = SHIPPED_MODEL,
+    model: Model = _SHIPPED,
     host: Annotated[
         str, Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0: all interfaces.")
     ] = "127.0.0.1",
@@ -228,14 +228,14 @@ def serve(
     Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
     Needs `pip install '.[serve]'` in the clone.
     """
-    model = _directory(model)
+    directory = _directory(model)
     share_cores()
     from mla_compile.cli.serve import serve_checkpoint
 
     serve_checkpoint(
         host=host,
         port=port,
-        model=model,
+        model=directory,
         api_key_file=api_key_file,
         replicas=replicas,
         engine=taken(settings, EngineFields),
@@ -246,7 +246,7 @@ def serve(
 @flags_of(CheckpointSettings, EngineFields, capture_budget=2**31)
 def plan(
     model: Annotated[
-        Path,
+        str,
         Argument(
             metavar="MODEL_DIR",
             help="A directory with the config.json of a checkpoint; or ORG/NAME, a model in the local Hugging Face "
@@ -275,19 +275,19 @@ def plan(
 
     Exit code 1 if it does not fit.
     """
-    model = _directory(model, "MODEL_DIR")
+    directory = _directory(model, "MODEL_DIR")
     from mla_compile.cli.plan import PlanRequest, print_plan
 
     engine = taken(settings, EngineFields)
-    if not print_plan(PlanRequest.of(gpus, gpu_memory, model=model, settings=engine, **settings)):
+    if not print_plan(PlanRequest.of(gpus, gpu_memory, model=directory, settings=engine, **settings)):
         raise Exit(1)
 
 
-def _directory(model: Path, argument: str = "--model") -> Path:
+def _directory(model: str, argument: str = "--model") -> Path:
     """The directory of a checkpoint that is given as one, or by its name in the Hugging Face cache."""
     directory = find_checkpoint(model, argument)
     if not directory.is_dir():
         hint = "give a directory in Hugging Face format"
-        found = "a file" if model.is_file() else "no such directory"
+        found = "a file" if directory.is_file() else "no such directory"
         raise MLAError(f"{argument} {model}", "a checkpoint's directory", found, hint)
     return directory

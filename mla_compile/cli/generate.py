@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -13,10 +14,10 @@ from mla_compile.cli.machine import cannot_compile, pick_device
 from mla_compile.cli.prompts import GivenPrompt, Write, result_line
 from mla_compile.cli.streams import quiet_libraries
 from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
+from mla_compile.engine.intake import Intake
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.progress import announce_if_slow
-from mla_compile.sampling_params import check_min_tokens
 from mla_compile.speculate.drafter import loads_mtp
 
 _GRAMMARS = {
@@ -55,10 +56,11 @@ def complete(
     with quiet_libraries():
         prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling(checkpoint.model.default_sampling) for each in given]
-    for each, params in zip(given, sampling, strict=True):
+    intake = Intake(checkpoint.model, checkpoint.model.max_position_embeddings, checkpoint.tokenizer)
+    for each, prompt, params in zip(given, prompts, sampling, strict=True):
         if each.line is not None:  # else the engine's error becomes the flag's
-            name = f"{each.name}: min_tokens"
-            check_min_tokens(params.min_tokens, params.max_tokens or max_new_tokens, name)
+            with each.named_in_errors():
+                intake.request(prompt, replace(params, n=1), max_new_tokens, None, None)
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
     # Steps of other requests than the first, and those with grammars, are compiled on first use.

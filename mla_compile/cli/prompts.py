@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,14 @@ class GivenPrompt:
         """Its parameters. default: those of the checkpoint, which the given ones override."""
         return SamplingParams(**{**default, **self.settings})
 
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Puts its name before the names of errors."""
+        try:
+            yield
+        except MLAError as error:
+            raise MLAError(f"{self.name}: {error.name}", error.expected, error.got, error.hint) from error
+
 
 def read_prompts(prompt: str | None, input_file: Path | None, settings: dict[str, Any]) -> list[GivenPrompt]:
     """The prompt, or every line of the file ("-" is standard input) that is not blank.
@@ -65,6 +75,8 @@ def read_prompts(prompt: str | None, input_file: Path | None, settings: dict[str
 
 
 def _read_text(name: str, file: Path) -> str:
+    if file == STDIN and sys.stdin is None:  # the process was started with it closed
+        raise MLAError(name, "an open standard input", "a closed one")
     try:
         raw = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
         return raw.decode("utf-8-sig")
@@ -99,10 +111,8 @@ def _parse(line: str, name: str, number: int, settings: dict[str, Any]) -> Given
         known = ", ".join((*_PROMPTS, *_SETTINGS))
         raise MLAError(f"{name}: {_shorten(key)}", f"one of {known}", "an unknown key")
     given = GivenPrompt(prompt, {**settings, **value}, name, number)
-    try:
+    with given.named_in_errors():
         given.sampling({})
-    except MLAError as error:
-        raise MLAError(f"{name}: {error.name}", error.expected, error.got, error.hint) from error
     return given
 
 
@@ -169,17 +179,25 @@ def result_writer(output_file: Path | None, input_file: Path | None, *, streamed
     """
     if output_file is None:
         return lambda lines: None if streamed else typer.echo("\n".join(lines))
-    if input_file not in (None, STDIN) and input_file.resolve() == output_file.resolve():
+    try:
+        target = Path(os.path.realpath(output_file))  # a symbolic link stays; its target is written
+        # A link is left of a loop of links alone.
+        is_other = target.is_symlink() or (target.exists() and not target.is_file())
+    except OSError as error:
+        raise MLAError(f"--output {output_file}", "a file that can be written", error) from error
+    if input_file not in (None, STDIN) and input_file.resolve() == target:
         raise MLAError("--output", "another file than --input", output_file)
-    target = output_file.resolve()  # a symbolic link stays; its target is written
-    if target.exists() and not target.is_file():
+    if is_other:
         hint = "leave it out to write to stdout"
         raise MLAError(f"--output {output_file}", "a regular file", "something else", hint)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".mla-compile.{os.getpid()}.tmp")  # not longer than a file's name may be
 
     def write(lines: Iterable[str]) -> None:
         try:
-            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            with temporary.open("w", encoding="utf-8") as file:
+                if target.exists():
+                    shutil.copymode(target, temporary)  # before it has any content
+                file.writelines(f"{line}\n" for line in lines)
             temporary.replace(target)
         except OSError as error:
             raise MLAError(f"--output {output_file}", "a file that can be written", error) from error

@@ -43,7 +43,7 @@ class EngineConfig(EngineFields):
         if self.fp8_activations and (self.batch_invariant or self.compile is False):
             other = "batch_invariant=True" if self.batch_invariant else "compile=False"
             raise MLAError("fp8_activations", f"False with {other}", True, "leave one of the two out")
-        if self.compile is not False:
+        if self.compile is not False or self.mode != EngineFields.mode:  # the check takes a second
             resolve_settings(self.mode, None)
         check_name("decode_backend", self.decode_backend)
 

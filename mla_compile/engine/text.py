@@ -113,7 +113,7 @@ class Checkpoint:
 
 def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":
     if given is not None:
-        tokenizer = load_tokenizer(given)
+        tokenizer = load_tokenizer(given, "tokenizer")
         if tokenizer is None:
             raise MLAError("tokenizer", "a directory with a tokenizer.json", given)
         return tokenizer

@@ -24,7 +24,12 @@ _SIGMOID: dict[str, object] = {"scoring_func": "sigmoid", "topk_method": "noaux_
 # without the setting. DeepSeek's own code and transformers disagree on a normalised softmax routing.
 _ONLY_VALUE: dict[str, dict[str, object]] = {
     "": {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1},
-    "deepseek_v2": {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v2": {
+        "mlp_bias": False,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "rope_interleave": True,
+    },
     "deepseek_v3": _SIGMOID,
     "deepseek_v32": {
         **_SIGMOID,

@@ -171,6 +171,8 @@ def open_checkpoint(
         raise MLAError("mtp", "True, False or None", f"{mtp!r:.80}")
     if mtp is not False:
         mtp = _has_mtp(files, config, directory, wanted=mtp)
+    if config.tie_word_embeddings and _has_own_head(files, config):
+        config.tie_word_embeddings = False  # as transformers 5 does
     with torch.device("meta"):
         model = MLAForCausalLM(config, mtp=mtp).to(dtype)
     model.default_sampling, model.stop_ids = sampling, stop_ids
@@ -219,7 +221,9 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise MLAError(f"{prefix}model_type", "one of " + ", ".join(known_types), f"{model_type!r:.80}")
     check_settings(raw, SETTINGS, prefix)
     block = fp8.block_size_of(raw, prefix)
-    known = {name: raw[name] for name in SETTINGS if name in raw} | rope_settings(raw, prefix)
+    # transformers' DeepSeek-V3 has an MTP layer by default.
+    known: dict[str, Any] = {"num_nextn_predict_layers": 0}
+    known |= {name: raw[name] for name in SETTINGS if name in raw} | rope_settings(raw, prefix)
     # transformers requires a Python float, and JSON may have 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
     if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
@@ -242,6 +246,9 @@ def raw_config(directory: Path, expected: str, hint: str) -> dict[str, Any]:
 def rope_settings(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
     """The rotary settings of a config.json, in the form of transformers 5."""
     top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
+    original = "original_max_position_embeddings"
+    if raw.get(original) is not None:  # transformers prefers it to the table's
+        top[original] = raw[original]
     check_settings(top, ROPE_SETTINGS, prefix)
     for key in ("rope_scaling", "rope_parameters"):  # the first has precedence
         table = raw.get(key)
@@ -269,8 +276,8 @@ def _check_target(dtype: torch.dtype | None, device: str | torch.device) -> None
         expected = "a float dtype: float16, bfloat16, float32 or float64"
         raise MLAError("dtype", expected, f"{dtype!r:.80}", "for example torch.bfloat16")
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was compiled with CUDA
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
@@ -310,6 +317,17 @@ def _has_mtp(
         expected = f"an MTP layer (tensors model.layers.{config.num_hidden_layers}.*)"
         raise MLAError(str(directory), expected, "none", _TRUNK_ALONE)
     return bool(layers)
+
+
+def _has_own_head(files: SafetensorFiles, config: "PreTrainedConfig") -> bool:
+    """Whether the files hold a head that is not a copy of the embedding."""
+    names = "lm_head.weight", "model.embed_tokens.weight"
+    head, embedding = (files.entries.get(name) for name in names)
+    if head is None:
+        return False
+    # No tensors of other sizes are read, which may be those of a hostile header.
+    may_be_copy = str(head) == str(embedding) and head.shape == (config.vocab_size, config.hidden_size)
+    return not (may_be_copy and head.dtype in FLOATS and torch.equal(*map(files.read, names)))
 
 
 def _check(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import MLAError
-from mla_compile.hub import download_hint, repository_of
+from mla_compile.hub import download_hint, snapshot_of
 
 MAX_CONFIG = 2**24
 """Maximum bytes of a file of settings."""
@@ -52,9 +52,10 @@ def _belongs(real: Path, directory: Path) -> bool:
     """
     if real.is_relative_to(directory):
         return True
-    if repository_of(directory) is None:
+    snapshot = snapshot_of(directory)
+    if snapshot is None:
         return False
-    repository, cache = directory.parents[1:3]
+    repository, cache = snapshot.parents[1:3]
     shared = _SHARED_BLOB.fullmatch(real.name) and real.parent == cache / "blobs" / real.name[:2]
     return real.parent == repository / "blobs" or bool(shared)
 

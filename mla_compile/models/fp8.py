@@ -94,7 +94,9 @@ def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | N
         return None
     name, quantization = f"{prefix}{key}", config[key]
     expected = "none, or quant_method 'fp8' with weight_block_size [rows, columns]"
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if not isinstance(quantization, dict):
+        raise MLAError(name, "an object, or null", f"{quantization!r:.80}")
+    method = quantization.get("quant_method")
     if method != "fp8":
         hint = "use a checkpoint with plain or block-FP8 weights"
         raise MLAError(name, expected, f"quant_method {method!r:.80}", hint)

@@ -19,6 +19,7 @@ from mla_compile.models.files import parse_object, plain_file, read_object
 from mla_compile.models.sharding import Division
 
 INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Float dtypes of weights, by safetensors' names."""
 FLOAT8 = "F8_E4M3"
@@ -72,7 +73,9 @@ class SafetensorFiles:
     """Reads the headers of all files at once, and tensors one by one, so that no second copy of a model exists."""
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
-        """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors`.
+        """Open `model.safetensors`, else the files of `model.safetensors.index.json`, else every `*.safetensors`.
+
+        An index that names `model.safetensors` has precedence.
 
         prefix: of the tensors to list, by their names without it.
 
@@ -147,14 +150,20 @@ def _files(directory: Path) -> dict[str, Path]:
 
 def _names(directory: Path) -> list[str]:
     index = read_object(directory, INDEX, most=_MAX_INDEX)
+    is_single = plain_file(directory, _SINGLE) is not None
     if index is not None:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
             raise MLAError(str(directory / INDEX), "a weight_map of tensors to files", f"{table!r:.80}")
-        return sorted(set(table.values()))
-    if plain_file(directory, "model.safetensors") is not None:
-        return ["model.safetensors"]
-    names = sorted(path.name for path in directory.glob("*.safetensors"))
+        if (
+            not is_single or _SINGLE in table.values()
+        ):  # else it is an older one, which transformers ignores too
+            return sorted(set(table.values()))
+    if is_single:
+        return [_SINGLE]
+    names = sorted(
+        path.name for path in directory.glob("[!.]*.safetensors")
+    )  # macOS writes ._NAME beside NAME
     if not names:
         hint = download_hint(directory, "convert the checkpoint first")
         raise MLAError(str(directory), "at least one .safetensors file", "none", hint)

@@ -80,20 +80,20 @@ _SETTINGS: dict[str, Rule] = {
 
 
 @announce_if_slow("loading the tokenizer")
-def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
+def load_tokenizer(path: str | Path, name: str = "path") -> "PreTrainedTokenizerBase | None":
     """A checkpoint's tokenizer: `tokenizer.json`, with the tokens of the files beside it, as from `AutoTokenizer`.
 
     No code of the checkpoint runs, whatever its files contain; docs/checkpoints.md lists what is read. None if the
     directory has no tokenizer.
 
-    path: a directory, or ORG/NAME of a model in the local Hugging Face cache.
+    path: a directory, or ORG/NAME of a model in the local Hugging Face cache. name: of this argument, for errors.
 
     Raises:
         MLAError: no such directory; a tokenizer that is code, or in another format; files that cannot be read.
     """
-    directory = find_checkpoint(path)
+    directory = find_checkpoint(path, name)
     if not directory.is_dir():
-        raise MLAError(str(directory), "a directory in Hugging Face format", "no such directory")
+        raise MLAError(name, "a directory in Hugging Face format", f"{directory}, which is none")
     config = read_object(directory, _CONFIG, most=MAX_CONFIG) or {}
     if config.get("auto_map"):
         code = f"{config['auto_map']!r:.80}, which is never run"
@@ -159,7 +159,7 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
             tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
                 path, local_files_only=True
             )
-        _set_bos(tokenizer, files[_CONFIG].get("add_bos_token"))
+        _set_bos(tokenizer, files[_CONFIG].get("add_bos_token"), directory / _CONFIG)
     except MLAError:
         raise
     except BaseException as error:  # tokenizers raises bare `Exception` for a malformed file, and panics
@@ -171,7 +171,7 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
     return tokenizer
 
 
-def _set_bos(tokenizer: "PreTrainedTokenizerBase", wanted: bool | None) -> None:
+def _set_bos(tokenizer: "PreTrainedTokenizerBase", wanted: bool | None, file: Path) -> None:
     """Begin texts with the BOS token, or not, as tokenizer_config.json says; None leaves it to tokenizer.json.
 
     transformers 5 ignores `add_bos_token` beside a tokenizer.json, and DeepSeek's has only this flag for it.
@@ -179,8 +179,15 @@ def _set_bos(tokenizer: "PreTrainedTokenizerBase", wanted: bool | None) -> None:
     from tokenizers.processors import TemplateProcessing
 
     token, token_id = tokenizer.bos_token, tokenizer.bos_token_id
-    if wanted is None or token_id is None or wanted == (tokenizer("")["input_ids"][:1] == [token_id]):
+    if wanted is None or token_id is None:
         return
+    added: list[int] = tokenizer("")["input_ids"]
+    if wanted == (token_id in added):
+        return
+    if set(added) - {token_id}:  # the template below would drop them
+        tokens = tokenizer.convert_ids_to_tokens(added)
+        expected = f"none beside a {_TOKENIZER} that adds other special tokens too, {tokens}"
+        raise MLAError(f"{file}: add_bos_token", expected, wanted, "remove it from the file")
     # Not by transformers' setter, which reads the token's text as a part of the template.
     bos = {"id": "BOS", "ids": [token_id], "tokens": [token]}
     first = "BOS " * wanted

@@ -74,7 +74,8 @@ class Server:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        tokenizer = load_tokenizer(settings.tokenizer or settings.model)
+        path = settings.model if settings.tokenizer is None else settings.tokenizer
+        tokenizer = load_tokenizer(path, "tokenizer")
         if tokenizer is None:
             raise MLAError("tokenizer", "a checkpoint with a tokenizer, to serve text", "none")
         if settings.chat_template is not None:

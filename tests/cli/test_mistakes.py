@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.main import get_command
 from mla_compile import MLAError
 from mla_compile.cli.app import app
 from mla_compile.cli.commands import demo, env, generate, inspect, serve
-from mla_compile.cli.prompts import result_writer
+from mla_compile.cli.prompts import read_prompts, result_writer
 from mla_compile.engine import Engine
 
 GOOD = '{"prompt": "hello"}'
@@ -41,6 +42,9 @@ MALFORMED = {
     '{"prompt": "a", "stop": [1]}': "stop: expected strings that are not empty, got [1]",
     '{"prompt": "a", "min_tokens": 999}': "min_tokens: expected at most max_tokens = ",
     '{"prompt": "a", "max_tokens": 2, "min_tokens": 3}': "min_tokens: expected at most max_tokens = 2, got 3",
+    '{"prompt": "a", "logit_bias": {"257": 1}}': "logit_bias: expected token ids in [0, 257), got 257",
+    '{"prompt": "a", "stop_token_ids": [257]}': "stop_token_ids: expected token ids in [0, 257), got 257",
+    json.dumps({"prompt": "a", "stop_token_ids": [*range(64)]}): "stop_token_ids: expected at most 64 ids",
     '{"prompt": "a", "ignore_eos": 1}': "ignore_eos: expected True or False, got 1",
     '{"prompt": 5}': "expected a string",
     '{"prompt": "\\ud800"}': "expected valid Unicode text",
@@ -117,6 +121,21 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--device", "toaster"], "--device: expected cpu, cuda or cuda:N"),
         (["--prompt", "a", "--device", "meta"], "--device: expected cpu, cuda or cuda:N"),
         (["--prompt", "a", "--model", "no/such/directory"], "no such directory"),
+        (["--prompt", "a", "--model", ""], "--model: expected a checkpoint's directory, got an empty path"),
+        (
+            ["--prompt", "a", "--model", "x" * 300],
+            "--model: expected a checkpoint's directory, got File name",
+        ),
+        (["--prompt", "a", "--model", "a\0b"], "--model: expected a checkpoint's directory, got 'a\\x00b'"),
+        (
+            ["--prompt", "a", "--tokenizer", ""],
+            "--tokenizer: expected a checkpoint's directory, got an empty",
+        ),
+        (
+            ["--prompt", "a", "--tokenizer", "x/y/z"],
+            "--tokenizer: expected a directory in Hugging Face format",
+        ),
+        (["--prompt", "a", "--drafter-model", ""], "--drafter-model: expected a directory with a head"),
         (
             ["--prompt", "a", "--batch-invariant"],
             "--batch-invariant: expected compiled steps, got --no-compile",
@@ -179,10 +198,21 @@ def test_an_input_file_that_cannot_be_read_is_named(generate, tmp_path):
     assert_one_line(generate("--input", tmp_path / "empty.jsonl"), "at least one prompt")
 
 
-def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(generate, tmp_path, monkeypatch):
+def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(
+    generate, run, tmp_path, monkeypatch
+):
     monkeypatch.delattr(Engine, "stream")
-    for output in (tmp_path, tmp_path / "none" / "out.jsonl", "/dev/null"):
+    (tmp_path / "loop.svg").symlink_to("loop.svg")
+    for output in (
+        tmp_path,
+        tmp_path / "none" / "out.svg",
+        "/dev/null",
+        tmp_path / "loop.svg",
+        "x" * 252 + ".svg",
+    ):
         assert_one_line(generate("--prompt", "a", "--output", output), f"--output {output}")
+        if str(output).endswith(".svg"):
+            assert_one_line(run("inspect", "--output", output), f"--output {output}: expected a ")
     nowhere = generate("--prompt", "a", "--output", tmp_path / "none" / "out.jsonl").stderr
     assert "got No such file or directory" in nowhere and ".tmp" not in nowhere, (
         "the error names a temporary file"
@@ -231,16 +261,15 @@ def test_an_output_file_that_is_written_in_part_is_not_kept(tmp_path):
 
 
 def test_an_output_file_that_fills_the_disk_is_named_and_keeps_what_it_held(generate, tmp_path, monkeypatch):
-    write_text = Path.write_text
-
-    def disk_full(path, *args, **settings):
-        if path.parent == tmp_path:
-            raise OSError(28, "No space left on device")
-        return write_text(path, *args, **settings)
-
-    monkeypatch.setattr(Path, "write_text", disk_full)
-    output = tmp_path / "out.jsonl"
+    output, opened = tmp_path / "out.jsonl", Path.open
     output.write_bytes(b"what was there before")
+
+    def disk_full(path, mode="r", *args, **settings):
+        if path.parent == tmp_path and mode == "w":
+            raise OSError(28, "No space left on device")
+        return opened(path, mode, *args, **settings)
+
+    monkeypatch.setattr(Path, "open", disk_full)
     result = generate("--prompt", "a", "--output", output)
     assert result.exit_code == 2
     assert f"--output {output}: expected a file that can be written" in result.stderr
@@ -286,6 +315,21 @@ def test_output_goes_through_a_link_to_the_file_behind_it(generate, tmp_path):
     assert (tmp_path / "link.jsonl").is_symlink() and (tmp_path / "file.jsonl").is_file()
 
 
+def test_an_output_file_keeps_its_mode_and_may_have_the_longest_name(generate, tmp_path):
+    output = tmp_path / ("x" * 255)
+    for mode in (0o600, 0o640, 0o444):
+        output.touch()
+        output.chmod(mode)
+        assert generate("--prompt", "a", "--output", output).exit_code == 0
+        assert stat.S_IMODE(output.stat().st_mode) == mode and json.loads(output.read_text())
+
+
+def test_standard_input_that_is_closed_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(MLAError, match=r"^--input -: expected an open standard input, got a closed one$"):
+        read_prompts(None, Path("-"), {})
+
+
 def test_the_installed_command_reports_a_mistake_the_same_way():
     code = "from mla_compile.cli import main; main()"
     done = subprocess.run(
@@ -305,6 +349,7 @@ def test_the_installed_command_reports_a_mistake_the_same_way():
             ["--regex", "a("],
             "regex: expected a regular expression that llguidance accepts, got invalid regex",
         ),
+        (["--grammar", __file__], "--grammar: expected rules in Lark's form"),
         (["--regex", "a", "--json-schema", "b"], "--json-schema, --regex: expected one of them, got both"),
         (["--json-schema", "missing.json"], "--json-schema missing.json: expected a readable file"),
     ],

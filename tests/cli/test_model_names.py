@@ -97,8 +97,12 @@ def test_a_name_that_is_not_there_is_an_error_with_the_command_and_nothing_is_fe
     assert f"`hf download {name}`" in generate("--prompt", "a", "--tokenizer", name).stderr
 
 
-@pytest.mark.parametrize("path", ["./a/b/c", "/a/b", "../a", "a", "~a/b", ".a/b", "a/b c", "a/é\n"])
-def test_what_is_no_name_is_a_directory(cache: Path, generate: Run, path: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["./a/b/c", "/a/b", "../a", "a", "~a/b", ".a/b", "a/b c", "a/é\n", f"./{NAME}", f"{NAME}/"]
+)
+def test_what_is_no_name_is_a_directory(snapshot: Path, generate: Run, path: str) -> None:
+    with pytest.raises(MLAError, match="got no such directory"):
+        load_model(path)
     assert (
         "expected a checkpoint's directory, got no such directory"
         in generate("--prompt", "a", "--model", path).stderr
@@ -106,8 +110,9 @@ def test_what_is_no_name_is_a_directory(cache: Path, generate: Run, path: str) -
 
 
 def test_what_is_no_path_is_an_error_of_the_argument() -> None:
-    with pytest.raises(MLAError, match=r"^model: expected a checkpoint's directory, got 5$"):
-        mla_compile.generate(["hello"], model=5)  # type: ignore[arg-type]
+    for name in ("model", "tokenizer"):
+        with pytest.raises(MLAError, match=rf"^{name}: expected a checkpoint's directory, got 5$"):
+            mla_compile.generate(["hello"], **{name: 5})
 
 
 def test_an_incomplete_snapshot_names_the_file_and_the_command(

@@ -9,7 +9,10 @@ from typer.testing import CliRunner
 
 from mla_compile.cli import serve
 from mla_compile.cli.app import app
+from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import meta_model
+from mla_compile.serving.app import create_app
+from mla_compile.serving.settings import ServerSettings
 from tests.models import published
 
 
@@ -34,6 +37,18 @@ def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
 def test_a_bad_number_is_named_by_its_flag(flag: str) -> None:
     result = CliRunner().invoke(app, ["serve", flag, "-1", "--device", "cpu"])
     assert f"{flag}: expected a number > 0, got -1.0" in result.stderr
+
+
+@pytest.mark.parametrize("compile", ["--compile", "--no-compile"])
+def test_an_unknown_mode_is_named_by_its_flag(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_server", lambda replicas: lambda *_, **__: None)
+    result = CliRunner().invoke(app, ["serve", compile, "--mode", "nope", "--device", "cpu"])
+    assert result.exit_code == 2 and "--mode: expected one of default, " in result.stderr
+
+
+def test_an_empty_tokenizer_is_not_the_models() -> None:
+    with pytest.raises(MLAError, match=r"^tokenizer: expected a checkpoint's directory, got an empty path"):
+        create_app(ServerSettings(tokenizer=""))
 
 
 def test_replicas_have_one_gpu_each() -> None:

@@ -97,6 +97,9 @@ def test_a_mistake_in_a_flag_is_named_with_what_was_meant(run, command, given, e
     assert result.stderr == f"mla-compile: No such option: {name}. Did you mean {expected}? (see --help)\n"
 
 
+LONG = "once upon " * 30 + "a time"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -105,6 +108,7 @@ def test_a_mistake_in_a_flag_is_named_with_what_was_meant(run, command, given, e
         (["serve", "some/where"], "Unexpected argument: some/where. Did you mean --model some/where?"),
         (["serve", "a b"], "Unexpected argument: a b. Did you mean --model 'a b'?"),
         (["generate", "Hello you"], "Unexpected argument: Hello you. Did you mean --prompt 'Hello you'?"),
+        (["generate", LONG], f"Unexpected argument: {LONG}. Did you mean --prompt {LONG!r}?"),
         (["env", "all"], "Unexpected argument: all"),
         (["servr"], "No such command 'servr'. Did you mean serve?"),
         (["run"], "No such command 'run'. Did you mean generate?"),

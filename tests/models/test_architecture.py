@@ -142,6 +142,7 @@ REFUSED = {
     "another architecture": ("model_type", (LlamaConfig, {})),
     "biases in attention": ("attention_bias", v3(attention_bias=True)),
     "biases in the MLPs": ("mlp_bias", (v2_config, {"mlp_bias": True})),
+    "rotated halves in V2": ("rope_interleave", (v2_config, {"rope_interleave": False})),
     "another activation": ("hidden_act", v3(hidden_act="gelu")),
     "MoE in every second layer": ("moe_layer_freq", v3(moe_layer_freq=2)),
     "softmax scores in V3": ("scoring_func", v3(scoring_func="softmax")),

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from mla_compile import MLAError
 from mla_compile.models import load_model
 from mla_compile.models.checkpoint import meta_model
 from mla_compile.models.names import hugging_face_name
-from tests.models.small import add_shard, reference_model, save, unstack, v3_config
+from tests.models.small import YARN, add_shard, reference_model, save, unstack, v3_config
 
 MTP = "model.layers.3."  # the trunk has layers 0 to 2
 
@@ -35,6 +36,7 @@ def assert_same_weights(first, second) -> None:
 
 def test_one_file_without_an_index_is_enough(checkpoint, tensors, tmp_path):
     save_file(tensors, tmp_path / "weights.safetensors")
+    (tmp_path / "._weights.safetensors").write_bytes(b"written by macOS")
     shutil.copy(checkpoint / "config.json", tmp_path)
     assert_same_weights(load_model(tmp_path), load_model(checkpoint))
 
@@ -100,8 +102,12 @@ def test_the_mtp_layer_is_where_transformers_looks_for_it(checkpoint):
 def test_tensors_decide_whether_there_is_an_mtp_layer(checkpoint, tmp_path):
     assert load_model(checkpoint).mtp is not None
     without = save(reference_model(v3_config()), tmp_path)
-    assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    config = json.loads((without / "config.json").read_text())
+    assert config.pop("num_nextn_predict_layers") == 1
     assert load_model(without).mtp is None
+    assert meta_model(without).mtp is not None
+    (without / "config.json").write_text(json.dumps(config))
+    assert meta_model(without).mtp is load_model(without).mtp is None
 
 
 def test_an_mtp_layer_may_be_left_out_but_not_made_up(checkpoint, tmp_path):
@@ -119,6 +125,36 @@ def test_a_tied_head_is_the_embedding_whether_or_not_it_is_stored(tmp_path):
     torch.testing.assert_close(model.logits(hidden), hidden @ model.embed_tokens.weight.T)
     add_shard(path, "head.safetensors", {"lm_head.weight": model.embed_tokens.weight})
     assert_same_weights(load_model(path), model)
+    # Another head is read, as by transformers 5, whatever the config says.
+    other = torch.randn(97, 48)
+    add_shard(path, "head.safetensors", {"lm_head.weight": other})
+    torch.testing.assert_close(load_model(path).logits(hidden), hidden @ other.T)
+    add_shard(path, "head.safetensors", {"lm_head.weight": other[1:]})
+    with pytest.raises(MLAError, match=r"1 misshapen: lm_head.weight \(float \[97, 48\] expected"):
+        load_model(path)
+
+
+def test_positions_of_yarn_outside_of_its_table_have_precedence(copy):
+    """As in transformers, which moves them into the table when a model is built."""
+    file = copy / "config.json"
+    config = json.loads(file.read_text()) | {"rope_parameters": YARN, "original_max_position_embeddings": 64}
+    file.write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(copy).model.rotary_emb.inv_freq
+    torch.testing.assert_close(load_model(copy).rotary.inv_freq, theirs)
+    assert YARN["original_max_position_embeddings"] != 64
+
+
+@pytest.mark.parametrize("has_shards", [False, True])
+def test_an_index_of_an_earlier_save_is_ignored(copy, has_shards):
+    """Beside a model.safetensors that it does not name, as by transformers."""
+    model = reference_model(v3_config())
+    model.model.norm.weight.fill_(7)
+    model.save_pretrained(copy)
+    if not has_shards:
+        for shard in [*copy.glob("model-*.safetensors"), copy / "mtp.safetensors"]:
+            shard.unlink()
+    assert (load_model(copy).norm.weight == 7).all()
+    assert (AutoModelForCausalLM.from_pretrained(copy).model.norm.weight == 7).all()
 
 
 def test_weights_take_the_dtype_asked_for_and_correction_biases_stay_float32(checkpoint):
@@ -130,7 +166,11 @@ def test_weights_take_the_dtype_asked_for_and_correction_biases_stay_float32(che
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("dtype", torch.int8), ("device", "mars"), ("device", "cuda:97")]
+    ("name", "value"),
+    [
+        ("dtype", torch.int8),
+        *(("device", device) for device in ("mars", "cuda:97", None, 1.5, [1])),
+    ],
 )
 def test_weights_go_to_floats_on_a_device_of_this_machine(checkpoint, name, value):
     with pytest.raises(MLAError, match=f"^{name}: expected a "):

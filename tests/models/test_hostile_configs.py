@@ -94,6 +94,7 @@ FOREIGN = [
 KEYS = [
     *SETTINGS,
     *("model_type", "quantization_config", "compression_config", "rope_theta", "partial_rotary_factor"),
+    "original_max_position_embeddings",
     *ROPE,
     *(f"{table}.{name}" for table in ROPE for name in ROPE_SETTINGS),
     *FOREIGN,
@@ -192,6 +193,7 @@ def check_config(path: Path, config: dict[str, Any], changes: dict[str, str]) ->
         ({"vocab_size": "1" + "0" * 5000}, "expected a readable JSON object, got Exceeds the limit"),
         ({"eos_token_id": "[" * 100_000}, "expected a readable JSON object, got one nested too deeply"),
         ({"eos_token_id": "true"}, "eos_token_id: expected a token id"),
+        ({"quantization_config": '"fp8"'}, "quantization_config: expected an object, or null, got 'fp8'"),
         ({"quantization_config": '{"quant_method": "fp8", "weight_block_size": [true, 1]}'}, "quantization_config: "),
         ({"n_routed_experts": "60000"}, "n_routed_experts: expected at most as many experts as the files have "),
     ],

@@ -325,6 +325,12 @@ def test_a_snapshot_in_the_hugging_face_cache_loads(checkpoint, tmp_path, shared
     snapshot = snapshot_of(checkpoint, tmp_path, shared=shared)
     ours, theirs = load_model(snapshot).state_dict(), load_model(checkpoint).state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    inner = snapshot / "main" / "model"
+    inner.mkdir(parents=True)
+    for file in [path for path in snapshot.iterdir() if path.is_symlink()]:
+        (inner / file.name).symlink_to(Path("../..") / file.readlink())
+    ours = load_model(inner).state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     other = tmp_path / "models--other--model" / "blobs" / "0" / "secret"
     other.parent.mkdir(parents=True)
     shutil.copy(checkpoint / "config.json", other)

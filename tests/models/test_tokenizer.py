@@ -141,6 +141,19 @@ def test_a_text_begins_with_bos_as_its_config_says(tmp_path, given, wanted):
     assert tokenizer("hello")["input_ids"] == [tokenizer.bos_token_id] * begins + plain
 
 
+def test_other_tokens_that_texts_begin_with_are_not_dropped(tmp_path):
+    file = json.loads(byte_tokenizer().to_str())
+    for config in ({"bos_token": "<begin>", "add_bos_token": True}, {"bos_token": "<tool>"}):
+        (write(tmp_path, config) / "tokenizer.json").write_text(json.dumps(file))
+        assert load_tokenizer(tmp_path)("")["input_ids"] == [258]
+    write(tmp_path, {"bos_token": "<tool>", "add_bos_token": True})
+    expected = (
+        r"json: add_bos_token: expected none beside .* other special tokens too, \['<begin>'\], got True"
+    )
+    with pytest.raises(MLAError, match=expected):
+        load_tokenizer(tmp_path)
+
+
 def test_without_a_bos_token_none_is_added(tmp_path):
     file = json.loads(byte_tokenizer().to_str()) | {"post_processor": None}
     (write(tmp_path, {"add_bos_token": True}) / "tokenizer.json").write_text(json.dumps(file))
