@@ -131,6 +131,11 @@ def test_an_engine_refuses_what_does_not_fit_before_it_allocates() -> None:
     with pytest.raises(MLAError, match=r"^kv_cache_dtype: .*got 16 and 8"):
         Engine(model, kv_cache_dtype="fp8")
     assert model.layers[0].self_attn.kv_cache is None
+    target, drafter = model.cache_specs()
+    model.cache_specs = lambda: [replace(target, kv_lora_rank=0), drafter]
+    with pytest.raises(MLAError, match=r"^kv_cache_dtype: expected 'auto' .*, got 'fp8'; .*`kv_lora_rank`"):
+        Engine(model, kv_cache_dtype="fp8")
+    assert model.layers[0].self_attn.kv_cache is None
     with pytest.raises(MLAError, match=r"^kv_cache_dtype: expected 'auto' or 'fp8', got 'int8'"):
         EngineConfig(kv_cache_dtype="int8")  # type: ignore[arg-type]
 

@@ -79,7 +79,12 @@ class EngineConfig(EngineFields):
             MLAError: a setting that the model or its device rules out, named.
         """
         _check_model(model)
-        self.stored(model.cache_specs())  # before anything is allocated
+        specs = self.stored(model.cache_specs())  # before anything is allocated
+        ranks = [spec.kv_lora_rank for spec in specs if spec.owner == "target"]
+        if self.kv_cache_dtype == "fp8" and not any(ranks):
+            expected = "'auto' for a model whose CacheSpecs have no kv_lora_rank"
+            hint = "give the CacheSpec of each layer its `kv_lora_rank`"
+            raise MLAError("kv_cache_dtype", expected, "'fp8'", hint)
         on = defaults_on(device_type or model.device.type)
         page_size, k, given = self.page_size or on.page_size, self._drafts(model), self
         # Without drafts the model need not support any drafter.

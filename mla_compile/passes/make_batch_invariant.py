@@ -20,6 +20,7 @@ Calls without a fixed order raise an error that names them: another attention, c
 several dimensions.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,9 +78,9 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
             _set_flag(node, target)
         elif namespace not in (None, "aten", "prims"):
             raise _refused(node, f"the op {target}", "write it with torch functions")
-        elif (name in _REFUSED or name.startswith(("linalg_", "fft_"))) and _is_float(node):
+        elif (name in _REFUSED or _REFUSED_FAMILIES.search(name)) and _is_float(node):
             hint = "write it with F.linear, sums along the last dimension and elementwise functions"
-            raise _refused(node, f"`{name}`", _ATTENTION_HINT if name in _ATTENTION else hint)
+            raise _refused(node, f"`{name}`", _ATTENTION_HINT if "attention" in name else hint)
         elif name in _RULES:
             _replace(node, name)
     return gm
@@ -260,20 +261,22 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
 }
 """For a torch function, or the name of a function or method: the names of its arguments, and its rule."""
 
-_ATTENTION = {"scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
 _ATTENTION_HINT = "attention is `mla_compile.mla_attention`"
 _WITHOUT_A_RULE = """
+    flex_attention multi_head_attention_forward
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
     addmm addbmm baddbmm addmv mv dot vdot inner tensordot bilinear trace einsum
     grouped_mm scaled_mm scaled_grouped_mm chain_matmul multi_dot matrix_power matrix_exp
     rms_norm layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
     normalize norm vector_norm matrix_norm renorm cdist pdist dist cosine_similarity pairwise_distance
-    nansum nanmean softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
+    sum_to_size nansum nanmean softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
     prod cumsum cumprod logcumsumexp trapz trapezoid cumulative_trapezoid
     index_add index_reduce scatter_add scatter_reduce segment_reduce bincount embedding_bag fold interpolate
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    lp_pool1d lp_pool2d lp_pool3d lstm gru rnn_tanh rnn_relu
-    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+    lp_pool1d lp_pool2d lp_pool3d lstm gru rnn_tanh rnn_relu kl_div
+    triangular_solve cholesky_solve cholesky_inverse lu_solve
 """
 """Functions that reduce floating point numbers along a dimension; for aten's ops, the name without the overload."""
-_REFUSED = _ATTENTION | set(_WITHOUT_A_RULE.split())
+_REFUSED = set(_WITHOUT_A_RULE.split())
+_REFUSED_FAMILIES = re.compile("^_?(linalg|fft|sparse|scaled_dot_product)_|_cell$|_loss|cross_entropy")
+"""Matches the names of more such functions: `gru_cell`, and aten's `_scaled_dot_product_flash_attention`."""

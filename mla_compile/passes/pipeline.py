@@ -30,15 +30,19 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name, values_of
 from mla_compile.passes.plan_decode import plan_decode
+from mla_compile.passes.provenance import where
 from mla_compile.passes.quantize_activations import quantize_activations
 from mla_compile.passes.remove_noops import remove_noops
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
-from mla_compile.torch_internals import is_transformed, trace_graph
+from mla_compile.torch_internals import is_mutable, is_transformed, trace_graph
 
 log = logging.getLogger(__name__)
 
 Pass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
+
+_CLOSED = ("cond", "invoke_subgraph", "map_impl", "scan", "while_loop")
+"""Torch's higher-order ops whose subgraphs must not write to inputs through custom ops, such as to a latent cache."""
 
 PASSES: list[Pass] = [
     absorb_mla,  # first: it reads the graph as the user wrote it
@@ -70,7 +74,11 @@ def passes_for(
     graph it is `absorb_mla` alone, which looks for MLA in plain torch.
 
     captured: whether a CUDA graph captures the compiled graph.
+
+    Raises:
+        MLAError: an option that the graph rules out, or an op that torch cannot compile where it is.
     """
+    _check_subgraphs(gm)
     ours = any(namespace_of(node.target) == "mla_compile" for node in gm.graph.nodes)
     if ours and any(map(_is_transformed, gm.graph.nodes)):
         given = {
@@ -98,6 +106,24 @@ def passes_for(
     if ours:
         bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     return [*passes, *bound]
+
+
+def _check_subgraphs(gm: fx.GraphModule) -> None:
+    """Raises `MLAError` for an op of ours that writes to a cache in a subgraph of an op of `_CLOSED`."""
+    for caller in [node for graph in _graphs(gm) for node in graph.nodes if op_name(node) in _CLOSED]:
+        module = caller.graph.owning_module
+        subgraphs = [getattr(module, str(given.target), None) for given in caller.all_input_nodes]
+        for node in [node for each in subgraphs for graph in _graphs(each) for node in graph.nodes]:
+            if namespace_of(node.target) == "mla_compile" and is_mutable(node.target):
+                expected = f"a call outside of {op_name(caller)}, where torch cannot compile an op that writes a cache"
+                hint = "move it out of torch.compiler.nested_compile_region, torch.cond or the loop"
+                raise MLAError(op_name(node), expected, f"one in {where(caller)}", hint)
+
+
+def _graphs(module: Any) -> list[fx.Graph]:
+    """The graph of a graph module and those of its subgraphs; empty for anything else."""
+    modules = module.modules() if isinstance(module, fx.GraphModule) else ()
+    return [each.graph for each in modules if isinstance(each, fx.GraphModule)]
 
 
 def _is_transformed(node: fx.Node) -> bool:

@@ -52,10 +52,13 @@ _Query = tuple[list[int], SamplingParams]
 
 @dataclass
 class _Result:
-    """The result of a request. latents: `[layers, positions, width]` on the CPU, for the positions from `start` on."""
+    """The result of a request.
+
+    latents: of each cache by its spec's name, `[heads, positions, width]` on the CPU, from position `start` on.
+    """
 
     completion: Completion
-    latents: Tensor | None = None
+    latents: dict[str, Tensor] | None = None
     start: int = 0
 
 
@@ -192,36 +195,41 @@ def _read_latents(engine: Engine, request: Request, num_new: int, result: _Resul
         request.is_running and request.is_decoding and request.num_cached - under_way >= end
     ):
         return
-    caches = [spec.cache for spec in engine._caches.specs if spec.owner == "target"]
     result.start = max(0, end - _LATENTS)
     position = torch.arange(result.start, end, device=engine.device)
     size = engine.config.page_size
     pages = torch.tensor(request.pages, device=engine.device)
-    slots = pages[position // size] * size + position % size
-    result.latents = torch.stack([cache.flatten(0, 1).index_select(0, slots).cpu() for cache in caches])
+    result.latents = {}
+    for spec in [spec for spec in engine._caches.specs if spec.owner == "target"]:
+        head = torch.arange(spec.heads, device=engine.device)[:, None]
+        slots = (pages[position // size] * spec.heads + head) * size + position % size
+        latents = spec.cache.flatten(0, 1).index_select(0, slots.flatten())
+        result.latents[spec.name] = latents.view(*slots.shape, spec.width).cpu()
 
 
 def _num_compared(expected: _Result, got: _Result) -> int:
     """The number of positions with latents in both results; a short request may end before its latents are certain."""
-    return 0 if expected.latents is None or got.latents is None else got.latents.shape[1]
+    if expected.latents is None or got.latents is None:
+        return 0
+    return next(iter(got.latents.values())).shape[1]
 
 
 def _difference(expected: _Result, got: _Result) -> str | None:
     """The first difference, in latents before tokens, which are computed from them; None if all bits are equal."""
     if expected.latents is not None and got.latents is not None:
-        bits = [x.contiguous().view(torch.uint8).flatten(2) for x in (expected.latents, got.latents)]
-        differ = (bits[0] != bits[1]).any(2)  # [layers, positions]
-        if bool(differ.any()):
+        names, pairs = list(got.latents), list(zip(expected.latents.values(), got.latents.values()))
+        differ = torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any(2).any(0) for a, b in pairs])
+        if bool(differ.any()):  # [caches, positions]
             place = int(differ.any(0).nonzero()[0])
-            layer = int(differ[:, place].nonzero()[0])
-            apart = (expected.latents[layer, place].double() - got.latents[layer, place].double()).abs().max()
-            before = "the embedding" if layer == 0 else f"layer {layer - 1}"
+            i = int(differ[:, place].nonzero()[0])
+            a, b = (x[:, place].double() for x in pairs[i])
+            before = "the embedding" if i == 0 else names[i - 1]
             return (
-                f"the latents of layer {layer} at position {expected.start + place} are the first, {apart:.3g} apart: "
-                f"look between {before} and the latents of layer {layer}"
+                f"the latents of {names[i]} at position {expected.start + place} are the first, "
+                f"{(a - b).abs().max():.3g} apart: look between {before} and the latents of {names[i]}"
             )
-    pairs = zip(_outputs(expected.completion), _outputs(got.completion))
-    for place, (alone, mixed) in enumerate(pairs):
+    outputs = zip(_outputs(expected.completion), _outputs(got.completion))
+    for place, (alone, mixed) in enumerate(outputs):
         if alone != mixed:
             return f"token {place} of the completion is {mixed}, alone {alone}"
     return None

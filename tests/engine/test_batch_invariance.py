@@ -1,15 +1,17 @@
 """`batch_invariant=True`: a request's bits in any mix, and the report of `check_batch_invariance`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from mla_compile import MLAError, SamplingParams
+from mla_compile import MLABatch, MLAError, SamplingParams
+from mla_compile.models.grouped_query import GroupedQueries, GroupedQueryAttention
 from mla_compile.passes.nodes import op_name
 from mla_compile.testing import check_batch_invariance
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import one_layer_model, tiny_model
 
 PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerate((3, 40, 17, 1))]
 SAMPLED = [
@@ -81,7 +83,40 @@ def test_a_bit_of_one_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         model, PROMPTS, max_new_tokens=6, drafts=(0,), rounds=1, max_rows=3, page_size=4
     )
     assert report.num_different > 0
-    assert "the latents of layer 1 at position" in str(report), report
+    assert "the latents of layers.1.self_attn at position" in str(report), report
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("passes_alone")
+@pytest.mark.parametrize("leak", [0, 2.0**-23])
+def test_caches_of_several_widths_and_heads_are_compared(
+    leak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that also keeps a key and a value for each of two heads; with a leak they depend on the batch."""
+    model = one_layer_model(torch.float32)
+    shapes = GroupedQueries(num_heads=2, num_kv_heads=2, head_dim=8, norm_eps=None)
+    torch.manual_seed(0)
+    extra = GroupedQueryAttention(shapes, input_size=32, output_size=32).requires_grad_(False)
+    specs, layer = [*model.cache_specs(), *extra.cache_specs("extra", "target")], model.layers[0]
+    forward = layer.forward
+
+    def writing(
+        hidden: torch.Tensor, rope: Any, batch: MLABatch, selected: list[torch.Tensor]
+    ) -> torch.Tensor:
+        segments = [segment for segment in (batch.decode, batch.prefill) if segment is not None]
+        slots = torch.cat([segment.slot_mapping for segment in segments])
+        x = hidden * (1 + leak * torch.full_like(hidden[:, :1], hidden.shape[0]))
+        extra._append(x, rope, slots, batch.page_size)
+        return forward(hidden, rope, batch, selected)
+
+    monkeypatch.setattr(layer, "forward", writing)
+    monkeypatch.setattr(model, "cache_specs", lambda: specs)
+    report = check_batch_invariance(
+        model, PROMPTS, max_new_tokens=6, drafts=(0,), rounds=1, max_rows=3, page_size=4
+    )
+    assert report.num_latents > 50
+    assert (report.num_different > 0) == (leak > 0), report
+    assert all("the latents of extra at position" in each for each in report.differences), report
 
 
 def test_a_mistake_is_named() -> None:

@@ -623,6 +623,36 @@ def test_adapters_and_hooks_on_the_up_projection_are_refused_when_they_come(mode
     assert torch.equal(generate(model), expected)
 
 
+class Adapted(nn.Module):
+    """A module around another one, with the attributes of PEFT's."""
+
+    merged = disable_adapters = False
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.base_layer(*inputs)
+
+
+def test_adapters_on_experts_are_refused_unless_they_are_merged(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(model)
+    layer = model.model.layers[1]
+    monkeypatch.setitem(layer.self_attn._modules, "o_proj", Adapted(layer.self_attn.o_proj))
+    monkeypatch.setitem(layer.mlp._modules, "experts", Adapted(layer.mlp.experts))
+    with pytest.raises(
+        MLAError, match=r"^model: .*Adapted at model\.layers\.1\.mlp\.experts; merge adapters"
+    ):
+        accelerate(model)
+    monkeypatch.setattr(layer.mlp.experts, "merged", True, raising=False)
+    accelerate(model, compile=False)
+    assert torch.equal(generate(model), expected)
+    monkeypatch.undo()
+
+
 def test_hooks_on_the_model_itself_are_refused(model: Any) -> None:
     accelerate(model, compile=False)
     handle = model.register_forward_hook(lambda *_: None)

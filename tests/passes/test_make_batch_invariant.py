@@ -133,6 +133,7 @@ def under_autocast(x: Tensor) -> Tensor:
         return F.linear(x, W)
 
 
+CELL = torch.nn.GRUCell(K, K).requires_grad_(False)
 LIB = torch.library.Library("batch_invariance_test", "DEF")
 for name, extra in (("mine", ""), ("two", ""), ("two.out_of_place", ", int n")):
     LIB.define(f"{name}(Tensor x{extra}) -> Tensor")
@@ -161,6 +162,21 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "avg_pool1d": lambda x: F.avg_pool1d(x, 4),
     "_softmax": lambda x: torch.ops.aten._softmax(x, -1, False),
     "cumsum": lambda x: x.cumsum(-1),
+    "sum_to_size": lambda x: x.sum_to_size(9, 1),
+    "gru_cell": CELL,
+    "lstm_cell": lambda x: torch.lstm_cell(x, (x, x), *[CELL.weight_ih[:40].repeat(4, 1)] * 2),
+    "rnn_tanh_cell": lambda x: torch.rnn_tanh_cell(x, x, *[CELL.weight_ih[:40]] * 2),
+    "rnn_relu_cell": lambda x: torch.ops.aten.rnn_relu_cell(x, x, *[CELL.weight_ih[:40]] * 2),
+    "triangular_solve": lambda x: torch.triangular_solve(x, x[:, :9])[0],
+    "cholesky_solve": lambda x: torch.cholesky_solve(x, x[:, :9]),
+    "cholesky_inverse": lambda x: torch.cholesky_inverse(x[:, :9]),
+    "lu_solve": lambda x: torch.lu_solve(x, x[:, :9], torch.arange(1, 10, dtype=torch.int32)),
+    "sparse_mm": lambda x: torch.sparse.mm(x, CELL.weight_ih[:40]),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x, torch.ones(9)),
+    "_scaled_dot_product_flash_attention_for_cpu.*mla_attention": lambda x: (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x[None, None]] * 3)
+    ),
     "batch_invariance_test.two": lambda x: torch.ops.batch_invariance_test.two(x),
     "batch_invariance_test.mine": lambda x: torch.ops.batch_invariance_test.mine(x),
 }

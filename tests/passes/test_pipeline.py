@@ -1,5 +1,6 @@
 """What the pipeline does around each pass, also a user's: counts, example values, checks, code, the log."""
 
+import copy
 import logging
 import random
 import re
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
-from mla_compile import MLAError
+from mla_compile import MLABatch, MLAError
 from mla_compile.ops.library import tables
 from mla_compile.ops.norm.rms_norm import rms_norm_op
 from mla_compile.passes import PASSES, pipeline
@@ -285,6 +287,41 @@ def test_a_graph_with_transforms_is_compiled_without_passes(function: Callable[[
         torch._dynamo.reset()
         with pytest.raises(MLAError, match=rf"^options\['{name}'\]: .*torch\.func.*; compile"):
             torch.compile(function, backend="mla", fullgraph=True, options={name: value})(x)
+
+
+@torch.compiler.nested_compile_region
+def nested(layer: nn.Module, x: Tensor, batch: MLABatch) -> Tensor:
+    return layer(x, batch)
+
+
+def in_branches(layer: nn.Module, x: Tensor, batch: MLABatch) -> Tensor:
+    return torch.cond(x[0, 0] > 9, lambda y: -layer(y, batch), lambda y: layer(y, batch), (x,))
+
+
+@pytest.mark.parametrize(("call", "name"), [(nested, "invoke_subgraph"), (in_branches, "cond")])
+def test_attention_in_a_subgraph_that_torch_cannot_compile_is_refused(
+    call: Callable[..., Tensor], name: str
+) -> None:
+    layer, (x, batch) = Stack(1).layers[0], make_inputs(rows=2)
+
+    def twice(x: Tensor) -> Tensor:  # Dynamo inlines a region that is called once
+        return call(layer, call(layer, x, batch), batch)
+
+    compiled = torch.compile(twice, backend="mla", fullgraph=True)
+    with pytest.raises(MLAError, match=rf"^mla_attention: .* outside of {name}, .*test_pipeline\.py.*; move"):
+        compiled(x)
+
+
+@pytest.mark.usefixtures("lowering")
+def test_attention_in_a_checkpoint_and_other_ops_of_ours_in_branches_are_compiled() -> None:
+    def call(layer: nn.Module, x: Tensor, batch: MLABatch) -> Tensor:
+        x = checkpoint(layer, x, batch, use_reentrant=False)
+        return torch.cond(x[0, 0] > 9, lambda y: -y, lambda y: rms_norm_op(y, None, 1e-6), (x,))
+
+    layer, (x, batch) = Stack(1).layers[0], make_inputs(rows=2)
+    expected = call(copy.deepcopy(layer), x, batch)
+    compiled = torch.compile(lambda *given: call(layer, *given), backend="mla", fullgraph=True)
+    torch.testing.assert_close(compiled(x, batch), expected)
 
 
 @pytest.mark.parametrize("name", sorted(tables))

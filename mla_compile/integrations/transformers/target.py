@@ -288,6 +288,7 @@ def check_model(model: Any) -> None:
         raise MLAError(
             "model", "a model without hooks of its own, as its forward is not called", "hooks", hint
         )
+    _check_experts(model)
     for layer in layers:
         up = layer.kv_b_proj
         if type(up) is not nn.Linear or not up.weight.is_floating_point() or "bias" in up.state_dict():
@@ -298,6 +299,17 @@ def check_model(model: Any) -> None:
             raise MLAError(
                 "model", "kv_b_proj without hooks, as its forward is not called", "hooks", "remove them"
             )
+
+
+def _check_experts(model: Any) -> None:
+    """Raises `MLAError` for active adapters on experts: PEFT's layer replaces the stacked weights in each call, which
+    Dynamo cannot trace."""
+    for name, module in model.named_modules():
+        if "base_layer" not in module._modules or not any(map(has_our_experts, module.modules())):
+            continue
+        if not (getattr(module, "merged", False) or getattr(module, "disable_adapters", False)):
+            got, hint = f"{type(module).__name__} at {name}", "merge adapters first, or disable them"
+            raise MLAError("model", "experts without active adapters", got, hint)
 
 
 def _check_whole(model: Any) -> None:
