@@ -50,6 +50,8 @@ _PAGE_HEADERS = {
 _SHORT_BODY = 2**14
 """Bytes of a body that the event loop parses; a thread parses longer ones, as tokenizing them is slow."""
 
+_SHUTTING_DOWN = "the server is shutting down"
+
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: `json.dumps` with settings makes an encoder per call."""
 _Handler = Callable[[Request], Awaitable[Response]]
@@ -87,6 +89,7 @@ class Server:
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
         self._is_draining = False
+        self._unanswered: dict[asyncio.Task[Any], bool] = {}  # requests, and whether the engine has them
         self._starting: asyncio.Task[None] | None = None
         self._created = int(time.time())
 
@@ -109,17 +112,19 @@ class Server:
         return self._client.ready is not None and not self._is_draining
 
     @property
-    def num_running(self) -> int:
-        """Running completions."""
-        return self._client.num_running
+    def num_unanswered(self) -> int:
+        """Requests whose response has not ended."""
+        return len(self._unanswered)
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests; wait at most `seconds` for running ones, then end them."""
+        """Accept no more requests; wait at most `seconds` for the accepted ones, then end them."""
         self._is_draining = True
         end = time.monotonic() + seconds
-        while self._client.num_running and time.monotonic() < end:
+        while self._unanswered and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self._client.end_all("the server is shutting down")
+        self._client.end_all(_SHUTTING_DOWN)
+        for request in [request for request, is_sent in self._unanswered.items() if not is_sent]:
+            request.cancel()
 
     # --- routes
 
@@ -146,6 +151,10 @@ class Server:
                 response = await handle(request)
             except ClientGone:
                 response = Response(status_code=499)
+            except asyncio.CancelledError:
+                if not self._is_draining:
+                    raise
+                response = NotReady(_SHUTTING_DOWN).response()
             except BaseException as error:
                 response = self._failure(error).response()
             self._metrics.requests.labels(path, response.status_code).inc()
@@ -187,6 +196,10 @@ class Server:
         return "" if request.client is None else request.client.host
 
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
+        if self._is_draining:
+            raise NotReady
+        self._unanswered[_request()] = False
+        _request().add_done_callback(lambda task: self._unanswered.pop(task, None))
         async with self._bodies.read(request) as body:
             call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
             if len(body) <= _SHORT_BODY:
@@ -202,8 +215,6 @@ class Server:
 
     def _completions(self, parse: Callable[..., CompletionsAsked]) -> _Handler:
         async def handle(request: Request) -> Response:
-            if self._is_draining:
-                raise NotReady
             asked = await self._parsed(request, parse)
             if asked.grammar is not None:
                 async with asyncio.timeout(self.settings.request_seconds):
@@ -213,6 +224,7 @@ class Server:
                     raise BadField(asked.grammar_field, f"invalid grammar: {why_not}", "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
+            self._unanswered[_request()] = True
             if asked.body.stream:
                 return EventStream(self._events(answer, response), on_end=lambda: self._client.abort(answer))
             try:
@@ -290,6 +302,13 @@ class Server:
 
     async def _page(self, _: Request) -> Response:
         return FileResponse(_PAGE, headers=_PAGE_HEADERS)
+
+
+def _request() -> asyncio.Task[Any]:
+    """The task of the request that is being answered, which ends with its response."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def _raising(call: Callable[[], T]) -> T:

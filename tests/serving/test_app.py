@@ -226,6 +226,59 @@ def test_no_request_waits_for_a_grammar_forever(stays: bool) -> None:
     assert asyncio.run(run()) == (504 if stays else 499)
 
 
+@pytest.mark.parametrize("has_time", [True, False])
+def test_requests_that_the_engine_does_not_have_yet_are_drained_too(has_time: bool) -> None:
+    """One each whose body is read, that waits for the tokenizer, and for a grammar."""
+    app, server = app_of(lambda answer: answer.put(0, Update([5], [0], finish_reason="length"), 0.0))
+    go, release = asyncio.Event(), threading.Event()
+    server._tokenizing.submit(release.wait)
+
+    async def waits(_: GrammarSource) -> None:
+        await go.wait()
+
+    server._grammars.why_not = waits  # type: ignore[method-assign]
+    sent, bodies = list[Message](), [json.dumps(BODY).encode()]
+
+    async def receive() -> Message:
+        await (go if bodies else asyncio.Event()).wait()
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> list[tuple[int, dict[str, str], bytes]]:
+        def asks(fields: dict[str, Any]) -> Any:
+            return asyncio.create_task(
+                ask(app, "POST", "/v1/completions", json.dumps(BODY | fields).encode())
+            )
+
+        asked = [asks({"user": "x" * 2**15}), asks({"structured_outputs": {"regex": "a"}})]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+        }
+        read = asyncio.create_task(app(scope | {"client": ("127.0.0.1", 1)}, receive, send))
+        await asyncio.sleep(0.1)
+        drain = asyncio.create_task(server.drain(60.0 if has_time else 0.1))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        if has_time:
+            go.set()
+            release.set()
+        answers = await asyncio.gather(*asked)
+        await asyncio.gather(read, drain)
+        release.set()
+        return answers
+
+    for status, headers, body in asyncio.run(run()):
+        assert status == (200 if has_time else 503)
+        assert has_time or (headers["retry-after"] and b"the server is shutting down" in body)
+    assert sent[0]["status"] == (200 if has_time else 503)
+
+
 @pytest.mark.parametrize(
     ("given", "status"),
     [
