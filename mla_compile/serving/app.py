@@ -218,7 +218,7 @@ class Server:
             asked = await self._parsed(request, parse)
             if asked.grammar is not None:
                 async with asyncio.timeout(self.settings.request_seconds):
-                    check = self._grammars.why_not(asked.grammar)
+                    check = self._grammars.why_not(asked.grammar, self._client_of(request))
                     why_not = await while_connected(request.receive, check)
                 if why_not is not None:
                     raise BadField(asked.grammar_field, f"invalid grammar: {why_not}", "invalid_grammar")

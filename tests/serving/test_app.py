@@ -21,7 +21,7 @@ from mla_compile.errors import MLAError
 from mla_compile.serving import streams
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.engine_client import Answer, EngineClient
-from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits, Ready, Update
+from mla_compile.serving.messages import Asked, ModelLimits, Ready, Update
 from mla_compile.serving.settings import ServerSettings
 
 BODY = {"model": "shipped", "prompt": [5, 6, 7]}
@@ -198,7 +198,7 @@ def test_a_grammar_that_is_refused_names_its_field(field: str) -> None:
     }
     app, server = app_of()
 
-    async def refuses(_: GrammarSource) -> str:
+    async def refuses(*_: Any) -> str:
         return "it is wrong"
 
     server._grammars.why_not = refuses  # type: ignore[method-assign]
@@ -212,7 +212,7 @@ def test_a_grammar_that_is_refused_names_its_field(field: str) -> None:
 def test_no_request_waits_for_a_grammar_forever(stays: bool) -> None:
     app, server = app_of(request_seconds=0.1 if stays else 600.0)
 
-    async def waits(_: GrammarSource) -> str | None:
+    async def waits(*_: Any) -> str | None:
         await asyncio.sleep(60)
         return None
 
@@ -233,7 +233,7 @@ def test_requests_that_the_engine_does_not_have_yet_are_drained_too(has_time: bo
     go, release = asyncio.Event(), threading.Event()
     server._tokenizing.submit(release.wait)
 
-    async def waits(_: GrammarSource) -> None:
+    async def waits(*_: Any) -> None:
         await go.wait()
 
     server._grammars.why_not = waits  # type: ignore[method-assign]
