@@ -88,7 +88,7 @@ class Server:
         self._tokenizing = ThreadPoolExecutor(1)  # one thread, as tokenizing 4 MB of text takes 1 GB
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
-        self._is_draining = False
+        self.is_draining = False  # whether new requests are refused
         self._unanswered: dict[asyncio.Task[Any], bool] = {}  # requests, and whether the engine has them
         self._starting: asyncio.Task[None] | None = None
         self._created = int(time.time())
@@ -109,7 +109,7 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether the server accepts requests."""
-        return self._client.ready is not None and not self._is_draining
+        return self._client.ready is not None and not self.is_draining
 
     @property
     def num_unanswered(self) -> int:
@@ -118,7 +118,7 @@ class Server:
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests; wait at most `seconds` for the accepted ones, then end them."""
-        self._is_draining = True
+        self.is_draining = True
         end = time.monotonic() + seconds
         while self._unanswered and time.monotonic() < end:
             await asyncio.sleep(0.05)
@@ -152,7 +152,7 @@ class Server:
             except ClientGone:
                 response = Response(status_code=499)
             except asyncio.CancelledError:
-                if not self._is_draining:
+                if not self.is_draining:
                     raise
                 response = NotReady(_SHUTTING_DOWN).response()
             except BaseException as error:
@@ -196,7 +196,7 @@ class Server:
         return "" if request.client is None else request.client.host
 
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
-        if self._is_draining:
+        if self.is_draining:
             raise NotReady
         self._unanswered[_request()] = False
         _request().add_done_callback(lambda task: self._unanswered.pop(task, None))
@@ -295,7 +295,7 @@ class Server:
     async def _ready(self, _: Request) -> Response:
         if self.is_ready:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "stopping" if self._is_draining else "starting"}, 503)
+        return JSONResponse({"status": "stopping" if self.is_draining else "starting"}, 503)
 
     async def _metrics_page(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
