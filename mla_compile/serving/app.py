@@ -54,6 +54,8 @@ _SHUTTING_DOWN = "the server is shutting down"
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: `json.dumps` with settings makes an encoder per call."""
+_LINE_ENDS = ("\x85", "\u2028", "\u2029")
+"""JSON leaves them as they are, and Python's `splitlines` ends a line there, and with it an event of some clients."""
 _Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
@@ -320,7 +322,10 @@ def _raising(call: Callable[[], T]) -> T:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + _to_json(chunk).encode() + b"\n\n"
+    line = _to_json(chunk)
+    for end in _LINE_ENDS:
+        line = line.replace(end, f"\\u{ord(end):04x}")
+    return b"data: " + line.encode() + b"\n\n"
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

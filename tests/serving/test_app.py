@@ -18,6 +18,7 @@ from starlette.types import Message
 from mla_compile.cli.serve import _read_keys
 from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
+from mla_compile.serving import app as app_module
 from mla_compile.serving import streams
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.engine_client import Answer, EngineClient
@@ -113,6 +114,13 @@ def test_an_error_before_the_first_read_is_sent(n: int, stream: bool) -> None:
     error = json.loads(body.removeprefix(b"data: ").partition(b"\n")[0])["error"]
     assert error["message"] == "the engine failed: a mishap" and error["type"] == "server_error"
     assert b"mla_time_to_first_token_seconds_count 0.0" in server._metrics.text(), "there was none"
+
+
+def test_an_event_is_one_line_to_every_client() -> None:
+    text = "".join(map(chr, range(0x3000))) + "\U0001f600"
+    line = app_module._line({"text": text})
+    assert line.decode().splitlines() == [line.decode().removesuffix("\n\n"), ""]
+    assert json.loads(line.removeprefix(b"data: ")) == {"text": text}
 
 
 def test_an_internal_error_has_openais_shape() -> None:
