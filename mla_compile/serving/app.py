@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -88,6 +89,8 @@ class Server:
         self._grammars = GrammarCheck(settings)
         self._bodies = Bodies(settings)
         self._tokenizing = ThreadPoolExecutor(1)  # one thread, as tokenizing 4 MB of text takes 1 GB
+        # That thread has one text of a client at a time, so those of others wait for one of it only.
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
         self.is_draining = False  # whether new requests are refused
@@ -206,9 +209,14 @@ class Server:
             call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
             if len(body) <= _SHORT_BODY:
                 return call()
-            work = asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
+            turn = self._turns.setdefault(self._client_of(request), asyncio.Lock())
+
+            async def work() -> T:
+                async with turn:
+                    return await asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
+
             async with asyncio.timeout(self.settings.request_seconds):
-                return await while_connected(request.receive, work)
+                return await while_connected(request.receive, work())
 
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:

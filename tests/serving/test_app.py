@@ -159,6 +159,37 @@ def test_long_texts_are_tokenized_one_at_a_time_and_not_after_a_disconnect() -> 
     assert {text[0] for text in texts} == set("0123678")
 
 
+def test_clients_take_turns_with_the_tokenizer() -> None:
+    app, server = app_of(client_header="x-client")
+    tokenizer, texts, go = server._vocabulary.tokenizer, list[str](), threading.Event()
+
+    def tokenize(text: str, **settings: Any) -> Any:
+        texts.append(text[0])
+        go.wait(60)
+        return tokenizer(text, **settings)
+
+    server._vocabulary.tokenizer = tokenize  # type: ignore[assignment]
+
+    async def run() -> None:
+        asked = [
+            ask(
+                app,
+                "POST",
+                "/tokenize",
+                json.dumps({"prompt": name * 20_000}).encode(),
+                [(b"x-client", name.encode())],
+            )
+            for name in "aaaaab"
+        ]
+        answers = asyncio.gather(*asked)
+        await asyncio.sleep(0.1)
+        go.set()
+        assert [status for status, *_ in await answers] == [200] * 6
+
+    asyncio.run(run())
+    assert texts == [*"abaaaa"]
+
+
 def test_bodies_beyond_the_bound_of_all_get_503_and_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_WHOLE_BODIES", 2)
     app, server = app_of(max_body_bytes=40_000)
