@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -50,8 +51,12 @@ _PAGE_HEADERS = {
 _SHORT_BODY = 2**14
 """Bytes of a body that the event loop parses; a thread parses longer ones, as tokenizing them is slow."""
 
+_SHUTTING_DOWN = "the server is shutting down"
+
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: `json.dumps` with settings makes an encoder per call."""
+_LINE_ENDS = ("\x85", "\u2028", "\u2029")
+"""JSON leaves them as they are, and Python's `splitlines` ends a line there, and with it an event of some clients."""
 _Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
@@ -85,9 +90,12 @@ class Server:
         self._grammars = GrammarCheck(settings)
         self._bodies = Bodies(settings)
         self._tokenizing = ThreadPoolExecutor(1)  # one thread, as tokenizing 4 MB of text takes 1 GB
+        # That thread has one text of a client at a time, so those of others wait for one of it only.
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
-        self._is_draining = False
+        self.is_draining = False  # whether new requests are refused
+        self._unanswered: dict[asyncio.Task[Any], bool] = {}  # requests, and whether the engine has them
         self._starting: asyncio.Task[None] | None = None
         self._created = int(time.time())
 
@@ -107,20 +115,22 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether the server accepts requests."""
-        return self._client.ready is not None and not self._is_draining
+        return self._client.ready is not None and not self.is_draining
 
     @property
-    def num_running(self) -> int:
-        """Running completions."""
-        return self._client.num_running
+    def num_unanswered(self) -> int:
+        """Requests whose response has not ended."""
+        return len(self._unanswered)
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests; wait at most `seconds` for running ones, then end them."""
-        self._is_draining = True
+        """Accept no more requests; wait at most `seconds` for the accepted ones, then end them."""
+        self.is_draining = True
         end = time.monotonic() + seconds
-        while self._client.num_running and time.monotonic() < end:
+        while self._unanswered and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self._client.end_all("the server is shutting down")
+        self._client.end_all(_SHUTTING_DOWN)
+        for request in [request for request, is_sent in self._unanswered.items() if not is_sent]:
+            request.cancel()
 
     # --- routes
 
@@ -147,6 +157,10 @@ class Server:
                 response = await handle(request)
             except ClientGone:
                 response = Response(status_code=499)
+            except asyncio.CancelledError:
+                if not self.is_draining:
+                    raise
+                response = NotReady(_SHUTTING_DOWN).response()
             except BaseException as error:
                 response = self._failure(error).response()
             self._metrics.requests.labels(path, response.status_code).inc()
@@ -188,13 +202,22 @@ class Server:
         return "" if request.client is None else request.client.host
 
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
+        if self.is_draining:
+            raise NotReady
+        self._unanswered[_request()] = False
+        _request().add_done_callback(lambda task: self._unanswered.pop(task, None))
         async with self._bodies.read(request) as body:
             call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
             if len(body) <= _SHORT_BODY:
                 return call()
-            work = asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
+            turn = self._turns.setdefault(self._client_of(request), asyncio.Lock())
+
+            async def work() -> T:
+                async with turn:
+                    return await asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
+
             async with asyncio.timeout(self.settings.request_seconds):
-                return await while_connected(request.receive, work)
+                return await while_connected(request.receive, work())
 
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:
@@ -203,17 +226,16 @@ class Server:
 
     def _completions(self, parse: Callable[..., CompletionsAsked]) -> _Handler:
         async def handle(request: Request) -> Response:
-            if self._is_draining:
-                raise NotReady
             asked = await self._parsed(request, parse)
             if asked.grammar is not None:
                 async with asyncio.timeout(self.settings.request_seconds):
-                    check = self._grammars.why_not(asked.grammar)
+                    check = self._grammars.why_not(asked.grammar, self._client_of(request))
                     why_not = await while_connected(request.receive, check)
                 if why_not is not None:
                     raise BadField(asked.grammar_field, f"invalid grammar: {why_not}", "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
+            self._unanswered[_request()] = True
             if asked.body.stream:
                 return EventStream(self._events(answer, response), on_end=lambda: self._client.abort(answer))
             try:
@@ -284,13 +306,20 @@ class Server:
     async def _ready(self, _: Request) -> Response:
         if self.is_ready:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "stopping" if self._is_draining else "starting"}, 503)
+        return JSONResponse({"status": "stopping" if self.is_draining else "starting"}, 503)
 
     async def _metrics_page(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _page(self, _: Request) -> Response:
         return FileResponse(_PAGE, headers=_PAGE_HEADERS)
+
+
+def _request() -> asyncio.Task[Any]:
+    """The task of the request that is being answered, which ends with its response."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def _raising(call: Callable[[], T]) -> T:
@@ -302,7 +331,10 @@ def _raising(call: Callable[[], T]) -> T:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + _to_json(chunk).encode() + b"\n\n"
+    line = _to_json(chunk)
+    for end in _LINE_ENDS:
+        line = line.replace(end, f"\\u{ord(end):04x}")
+    return b"data: " + line.encode() + b"\n\n"
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

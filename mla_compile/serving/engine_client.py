@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 from mla_compile.engine.stats import EngineStats
 from mla_compile.serving import processes
@@ -29,6 +30,8 @@ from mla_compile.serving.messages import (
 from mla_compile.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before a failed process is restarted; doubles each time."""
@@ -82,6 +85,14 @@ class Answer:
             raise TimeoutError
         index = next(iter(self._news))
         return index, *self._news.pop(index)
+
+
+def has_places(held: Counter[T], client: T, count: int, room: int) -> bool:
+    """Whether a client may have `count` more places: there is room, or the client stays within an equal share.
+    k clients together have at most (1 + 1/2 + ... + 1/k) times the room. held: by client."""
+    if held.total() + count <= room:
+        return True
+    return held[client] + count <= room // len(held.keys() | {client})
 
 
 class EngineClient:
@@ -141,14 +152,9 @@ class EngineClient:
             self._outbox.put(Abort(key))
 
     def _has_places(self, count: int, client: str | None) -> bool:
-        """Whether a client may run `count` more completions: there is room, or the client stays within an equal share.
-        k clients together have at most (1 + 1/2 + ... + 1/k) times the room."""
         assert self.ready is not None
         room = self.ready.stats.max_rows + self._settings.max_waiting
-        held = Counter(answer.client for answer, _ in self._answers.values())
-        if held.total() + count <= room:
-            return True
-        return held[client] + count <= room // len(held.keys() | {client})
+        return has_places(Counter(answer.client for answer, _ in self._answers.values()), client, count, room)
 
     @property
     def num_running(self) -> int:

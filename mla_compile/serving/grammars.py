@@ -5,23 +5,24 @@ a compiled grammar cannot be pickled.
 """
 
 import asyncio
-import math
 import resource
 import signal
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
 from mla_compile.serving import processes
+from mla_compile.serving.engine_client import has_places
 from mla_compile.serving.failures import Busy, NotReady
 from mla_compile.serving.messages import GrammarSource
 from mla_compile.serving.settings import ServerSettings
@@ -48,26 +49,25 @@ def compiled(source: GrammarSource, tokenizer: "PreTrainedTokenizerBase") -> Gra
 class GrammarThread(Generic[T]):
     """One thread that works on grammars in order, and keeps the latest results."""
 
-    def __init__(self, num_kept: int, max_waiting: float = math.inf) -> None:
-        self._num_kept, self._max_waiting = num_kept, max_waiting
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
         self._thread = ThreadPoolExecutor(1)
         self._known: OrderedDict[GrammarSource, Future[T]] = OrderedDict()
 
     def get(self, source: GrammarSource, work: Callable[[GrammarSource], T]) -> Future[T]:
-        """The result of `work`, cached unless it failed: the next call retries.
-
-        Raises:
-            Busy: `max_waiting` others wait.
-        """
+        """The result of `work`, cached unless it failed or was cancelled: the next call retries."""
         known = self._known.get(source)
-        if known is None or (known.done() and known.exception() is not None):
-            if sum(not other.done() for other in self._known.values()) >= self._max_waiting:
-                raise Busy
+        if known is None or (known.done() and not self.has(source)):
             self._known[source] = known = self._thread.submit(work, source)
         self._known.move_to_end(source)
         while len(self._known) > self._num_kept and next(iter(self._known.values())).done():
             self._known.popitem(last=False)
         return known
+
+    def has(self, source: GrammarSource) -> bool:
+        """Whether `get` has its result at once."""
+        known = self._known.get(source)
+        return known is not None and known.done() and not known.cancelled() and known.exception() is None
 
     def stop(self) -> None:
         """Start no more work."""
@@ -75,25 +75,46 @@ class GrammarThread(Generic[T]):
 
 
 class GrammarCheck:
-    """Checks whether a grammar compiles within limits."""
+    """Checks whether a grammar compiles within limits; clients take turns."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._checks = GrammarThread[str | None](_KEPT, settings.max_waiting)
+        self._checks = GrammarThread[str | None](_KEPT)
+        self._clients: list[str] = []  # of the requests that wait
+        self._awaited: list[Future[str | None]] = []  # by each of them
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    async def why_not(self, source: GrammarSource) -> str | None:
+    async def why_not(self, source: GrammarSource, client: str = "") -> str | None:
         """Why the grammar is rejected; None if the engine may compile it.
 
         Raises:
             Busy: too many others wait. NotReady: the checking process was killed, or cannot be started.
         """
-        check = self._checks.get(source, self._ask)
+        room = self._settings.engine.max_rows + self._settings.max_waiting
+        if not has_places(Counter(self._clients), client, 1, room):
+            raise Busy
+        self._clients.append(client)
+        # The thread has one check of a client at a time, so those of others wait for one of it only.
+        turn = nullcontext() if self._checks.has(source) else self._turns.setdefault(client, asyncio.Lock())
         try:
-            return await asyncio.shield(asyncio.wrap_future(check))  # others may wait for the same check
+            async with turn:
+                return await self._result(self._checks.get(source, self._ask))
         except TimeoutError as error:
             return str(error)
+        finally:
+            self._clients.remove(client)
+
+    async def _result(self, check: Future[str | None]) -> str | None:
+        """The result of a check, which ends if it has not begun when the last request that waits for it has gone."""
+        self._awaited.append(check)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(check))
+        finally:
+            self._awaited.remove(check)
+            if check not in self._awaited:
+                check.cancel()
 
     def stop(self) -> None:
         """End the process, and check no more."""

@@ -207,7 +207,7 @@ def _asked(
     max_tokens: int,
     limits: ModelLimits,
 ) -> CompletionsAsked:
-    """max_tokens: cut to what the shortest prompt leaves room for; the engine cuts it for each prompt."""
+    """max_tokens: cut, as `min_tokens`, to what the shortest prompt leaves room for; the engine cuts it for each."""
     limit = "max_model_len", limits.max_model_len
     name = "messages" if isinstance(asked, ChatBody) else "prompt"
     for prompt in prompts:
@@ -221,9 +221,10 @@ def _asked(
     grammar = _grammar(asked)
     if grammar is not None and asked.ignore_eos and not asked.stop_token_ids:
         raise BadField("ignore_eos", "with a grammar, expected false, or stop_token_ids to end the text")
-    max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
+    room = limits.max_model_len - min(map(len, prompts))
     try:
-        params = replace(params, max_tokens=max_tokens)
+        params = replace(params, max_tokens=max_tokens)  # checks them as they were given
+        params = replace(params, max_tokens=min(max_tokens, room), min_tokens=min(params.min_tokens, room))
     except MLAError as error:
         raise BadRequest(str(error), error.name) from None
     return CompletionsAsked(asked, prompts, params, grammar)

@@ -3,6 +3,7 @@
 import json
 from typing import ClassVar, NoReturn
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -50,7 +51,7 @@ class BoundedHttp(HttpToolsProtocol):
             piece = data[begin : begin + _PIECE]
             self._new_bytes += len(piece)
             if self._new_bytes <= MAX_HEAD_BYTES:
-                super().data_received(piece)
+                self._parse(piece)
             if max(self._new_bytes, self._head_bytes) > MAX_HEAD_BYTES:
                 self._refuse(431, _TOO_LONG)
         self._hold(self._head_bytes + self._new_bytes + _HEADER_COST * len(self.headers or ()))
@@ -58,6 +59,25 @@ class BoundedHttp(HttpToolsProtocol):
             ours = (each for each in self.connections if isinstance(each, BoundedHttp))
             largest = max(ours, key=lambda each: each._held)
             largest._refuse(431, f"the heads of all requests exceed {MAX_HELD_BYTES} bytes")
+
+    def _parse(self, data: bytes) -> None:
+        """Like uvicorn's `data_received`, but ignores `Upgrade`, with which the parser would end a request behind its
+        head: the head is parsed again without it."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except HttpParserUpgrade as stop:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method == b"CONNECT":
+                self._refuse(501, "CONNECT: this server is no proxy")
+                return
+            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+            head = b"".join([b"%b %b HTTP/%b\r\n" % (method, self.url, version), *lines, b"\r\n"])
+            self._head_bytes -= _REQUEST_COST  # which `on_message_begin` counts again
+            self.parser = HttpRequestParser(self)  # after `Connection: close` the old one takes no more
+            self._parse(head + data[stop.args[0] :])
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -75,6 +95,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # see `_parse`
         self._head_bytes += self._new_bytes
         self._new_bytes = 0
         super().on_headers_complete()
@@ -88,6 +110,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._new_bytes = 0
         super().on_message_complete()
 

@@ -98,8 +98,8 @@ class _Uvicorn(uvicorn.Server):
         self._stopping.append(asyncio.get_running_loop().create_task(self._stop(seconds)))
 
     async def _stop(self, seconds: float) -> None:
-        if count := self._server.num_running:
-            log.info("shutting down: %d completion%s may take %g s more", count, "s" * (count > 1), seconds)
+        if count := self._server.num_unanswered:
+            log.info("shutting down: %d request%s may take %g s more", count, "s" * (count > 1), seconds)
         else:
             log.info("shutting down: nothing is running")
         await self._server.drain(seconds)

@@ -18,10 +18,11 @@ from starlette.types import Message
 from mla_compile.cli.serve import _read_keys
 from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
+from mla_compile.serving import app as app_module
 from mla_compile.serving import streams
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.engine_client import Answer, EngineClient
-from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits, Ready, Update
+from mla_compile.serving.messages import Asked, ModelLimits, Ready, Update
 from mla_compile.serving.settings import ServerSettings
 
 BODY = {"model": "shipped", "prompt": [5, 6, 7]}
@@ -115,6 +116,13 @@ def test_an_error_before_the_first_read_is_sent(n: int, stream: bool) -> None:
     assert b"mla_time_to_first_token_seconds_count 0.0" in server._metrics.text(), "there was none"
 
 
+def test_an_event_is_one_line_to_every_client() -> None:
+    text = "".join(map(chr, range(0x3000))) + "\U0001f600"
+    line = app_module._line({"text": text})
+    assert line.decode().splitlines() == [line.decode().removesuffix("\n\n"), ""]
+    assert json.loads(line.removeprefix(b"data: ")) == {"text": text}
+
+
 def test_an_internal_error_has_openais_shape() -> None:
     def fails(_: Answer) -> None:
         raise ArithmeticError("of ours")
@@ -149,6 +157,37 @@ def test_long_texts_are_tokenized_one_at_a_time_and_not_after_a_disconnect() -> 
 
     assert asyncio.run(run()) == [400, 200, 400, 200, 499, 499, 400, 200, 400]
     assert {text[0] for text in texts} == set("0123678")
+
+
+def test_clients_take_turns_with_the_tokenizer() -> None:
+    app, server = app_of(client_header="x-client")
+    tokenizer, texts, go = server._vocabulary.tokenizer, list[str](), threading.Event()
+
+    def tokenize(text: str, **settings: Any) -> Any:
+        texts.append(text[0])
+        go.wait(60)
+        return tokenizer(text, **settings)
+
+    server._vocabulary.tokenizer = tokenize  # type: ignore[assignment]
+
+    async def run() -> None:
+        asked = [
+            ask(
+                app,
+                "POST",
+                "/tokenize",
+                json.dumps({"prompt": name * 20_000}).encode(),
+                [(b"x-client", name.encode())],
+            )
+            for name in "aaaaab"
+        ]
+        answers = asyncio.gather(*asked)
+        await asyncio.sleep(0.1)
+        go.set()
+        assert [status for status, *_ in await answers] == [200] * 6
+
+    asyncio.run(run())
+    assert texts == [*"abaaaa"]
 
 
 def test_bodies_beyond_the_bound_of_all_get_503_and_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +237,7 @@ def test_a_grammar_that_is_refused_names_its_field(field: str) -> None:
     }
     app, server = app_of()
 
-    async def refuses(_: GrammarSource) -> str:
+    async def refuses(*_: Any) -> str:
         return "it is wrong"
 
     server._grammars.why_not = refuses  # type: ignore[method-assign]
@@ -212,7 +251,7 @@ def test_a_grammar_that_is_refused_names_its_field(field: str) -> None:
 def test_no_request_waits_for_a_grammar_forever(stays: bool) -> None:
     app, server = app_of(request_seconds=0.1 if stays else 600.0)
 
-    async def waits(_: GrammarSource) -> str | None:
+    async def waits(*_: Any) -> str | None:
         await asyncio.sleep(60)
         return None
 
@@ -224,6 +263,59 @@ def test_no_request_waits_for_a_grammar_forever(stays: bool) -> None:
             return (await ask(app, "POST", "/v1/completions", body, stays=stays))[0]
 
     assert asyncio.run(run()) == (504 if stays else 499)
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_requests_that_the_engine_does_not_have_yet_are_drained_too(has_time: bool) -> None:
+    """One each whose body is read, that waits for the tokenizer, and for a grammar."""
+    app, server = app_of(lambda answer: answer.put(0, Update([5], [0], finish_reason="length"), 0.0))
+    go, release = asyncio.Event(), threading.Event()
+    server._tokenizing.submit(release.wait)
+
+    async def waits(*_: Any) -> None:
+        await go.wait()
+
+    server._grammars.why_not = waits  # type: ignore[method-assign]
+    sent, bodies = list[Message](), [json.dumps(BODY).encode()]
+
+    async def receive() -> Message:
+        await (go if bodies else asyncio.Event()).wait()
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> list[tuple[int, dict[str, str], bytes]]:
+        def asks(fields: dict[str, Any]) -> Any:
+            return asyncio.create_task(
+                ask(app, "POST", "/v1/completions", json.dumps(BODY | fields).encode())
+            )
+
+        asked = [asks({"user": "x" * 2**15}), asks({"structured_outputs": {"regex": "a"}})]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+        }
+        read = asyncio.create_task(app(scope | {"client": ("127.0.0.1", 1)}, receive, send))
+        await asyncio.sleep(0.1)
+        drain = asyncio.create_task(server.drain(60.0 if has_time else 0.1))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        if has_time:
+            go.set()
+            release.set()
+        answers = await asyncio.gather(*asked)
+        await asyncio.gather(read, drain)
+        release.set()
+        return answers
+
+    for status, headers, body in asyncio.run(run()):
+        assert status == (200 if has_time else 503)
+        assert has_time or (headers["retry-after"] and b"the server is shutting down" in body)
+    assert sent[0]["status"] == (200 if has_time else 503)
 
 
 @pytest.mark.parametrize(

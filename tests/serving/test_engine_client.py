@@ -363,7 +363,7 @@ def test_grammars_that_are_slow_to_check_hold_up_no_thread_of_others(monkeypatch
         return source.text
 
     monkeypatch.setattr(GrammarCheck, "_ask", slow)
-    check = GrammarCheck(replace(SETTINGS, max_waiting=64))
+    check = GrammarCheck(replace(SETTINGS, max_waiting=80))
 
     async def run() -> None:
         sources = [GrammarSource("regex", str(i % 40)) for i in range(80)]
@@ -376,6 +376,40 @@ def test_grammars_that_are_slow_to_check_hold_up_no_thread_of_others(monkeypatch
     finally:
         check.stop()
     assert len(checked) == 40, "equal grammars wait for one check"
+
+
+def test_checks_whose_clients_hung_up_are_not_made_and_clients_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked, go = list[str](), threading.Event()
+
+    def slow(source: GrammarSource) -> None:
+        checked.append(source.text)
+        go.wait(60)
+
+    check = GrammarCheck(SETTINGS)
+    monkeypatch.setattr(check, "_ask", slow)
+
+    async def run() -> None:
+        asked = {
+            (client, text): asyncio.create_task(check.why_not(GrammarSource("regex", text), client))
+            for client, text in ("a1", "a2", "a3", "a4", "b1", "b5", "c6", "d6", "e7", "f8")
+        }
+        await until(lambda: checked == ["1"])
+        gone = [asked.pop(each) for each in [("a", "1"), ("a", "3"), ("c", "6"), ("e", "7")]]
+        for each in gone:
+            each.cancel()
+        await asyncio.wait(gone)
+        go.set()
+        assert await asyncio.gather(*asked.values()) == [None] * 6
+        assert sorted(checked) == ["1", "2", "4", "5", "6", "8"], "b waits for 1 too, and d for 6"
+        assert {*checked[-2:]} & {"4", "5"} and checked.index("8") < checked.index("4")
+        assert await check.why_not(GrammarSource("regex", "7"), "e") is None, "it is made when asked again"
+
+    try:
+        asyncio.run(run())
+    finally:
+        check.stop()
 
 
 def test_slow_readers_get_several_steps_as_one_update() -> None:
@@ -418,15 +452,16 @@ def test_no_more_grammars_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(check, "_ask", lambda source: None if go.wait(60) else "too late")
 
     async def run() -> None:
-        sources = [GrammarSource("regex", "a" * n) for n in range(1, 2 + SETTINGS.max_waiting)]
+        room = SETTINGS.engine.max_rows + SETTINGS.max_waiting
+        sources = [GrammarSource("regex", "a" * n) for n in range(1, 2 + room)]
         waiting = [asyncio.create_task(check.why_not(source)) for source in sources[:-1]]
         await asyncio.sleep(0)
         with pytest.raises(Busy):
             await check.why_not(sources[-1])
-        equal = asyncio.create_task(check.why_not(sources[0]))
+        other = asyncio.create_task(check.why_not(sources[0], "with less than its share"))
         await asyncio.sleep(0)
         go.set()
-        assert await asyncio.gather(*waiting, equal) == [None] * (SETTINGS.max_waiting + 1)
+        assert await asyncio.gather(*waiting, other) == [None] * (room + 1)
         assert await check.why_not(sources[-1]) is None
 
     try:

@@ -107,6 +107,8 @@ def test_every_field_arrives() -> None:
     assert completion(stop="ab").params.stop_strings == ["ab"]
     assert completion(top_k=-1).params.top_k == 0
     assert completion(max_tokens=10**30).params.max_tokens == LIMITS.max_model_len - len(HELLO)
+    room = LIMITS.max_model_len - len(HELLO)
+    assert completion(max_tokens=256, min_tokens=256).params.min_tokens == room, "cut like max_tokens"
 
 
 def test_requests_may_have_every_sampling_parameter() -> None:
@@ -328,7 +330,7 @@ BAD = [
     (completion, {"min_tokens": 17}, "min_tokens", None),
     (completion, {"min_tokens": 10, "max_tokens": 9}, "min_tokens", None),
     (chat, {"min_tokens": 10, "max_completion_tokens": 9}, "min_tokens", None),
-    (chat, {"min_tokens": 256}, "min_tokens", None),
+    (chat, {"min_tokens": 257}, "min_tokens", None),
     (completion, {"echo": True, "logprobs": 0}, "echo", None),
     (chat, {"echo": True}, "echo", "unknown_parameter"),
     (completion, {"continue_final_message": True}, "continue_final_message", "unknown_parameter"),

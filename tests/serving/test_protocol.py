@@ -345,6 +345,63 @@ def test_small_chunks_of_a_long_body_are_no_head() -> None:
     run(test)
 
 
+UPGRADE = b"connection: Upgrade, HTTP2-Settings%b\r\nupgrade: h2c\r\nhttp2-settings: AAM\r\n"
+BODIES = {
+    b"": b"",
+    b"content-length: 51\r\n": b"GET /smuggled HTTP/1.1\r\nhost: h\r\nx: %b\r\n\r\n" % (b"x" * 11),
+    b"transfer-encoding: chunked\r\n": b"3\r\nabc\r\n0\r\nt: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("framing", BODIES)
+def test_an_offered_upgrade_is_ignored_and_its_request_keeps_its_body(framing: bytes) -> None:
+    """Java's client and `curl --http2` offer one with each request."""
+    heard: list[tuple[str, bytes, list[bytes]]] = []
+
+    async def hears(scope: Scope, receive: Receive, send: Send) -> None:
+        body, is_more = b"", True
+        while is_more:
+            message = await receive()
+            body, is_more = body + message["body"], message["more_body"]
+        heard.append((scope["path"], body, [name for name, _ in scope["headers"]]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def test(connections: Connections) -> None:
+        for seed in range(60):
+            rng = random.Random(seed)
+            heard.clear()
+            connection, transport = connections.connect()
+            count, closes = rng.randint(1, 14), rng.random() < 0.2
+            data = b""
+            for i in range(count):
+                offer = UPGRADE % (b", close" if closes and i == count - 1 else b"")
+                data += b"POST /%d HTTP/1.1\r\n" % i + rng.choice([offer, offer, b""]) + b"host: h\r\n"
+                data += framing + b"\r\n" + BODIES[framing]
+            for piece in pieces(rng, data):
+                connection.data_received(piece)
+                if rng.random() < 0.2:
+                    await settled()
+            await settled()
+            body = b"abc" if b"chunked" in framing else BODIES[framing]
+            assert [each[:2] for each in heard] == [(f"/{i}", body) for i in range(count)], seed
+            assert not any(b"upgrade" in names for *_, names in heard)
+            assert transport.statuses == [200] * count
+
+    assert len(BODIES[b"content-length: 51\r\n"]) == 51
+    run(test, hears)
+
+
+def test_no_tunnel_is_opened() -> None:
+    async def test(connections: Connections) -> None:
+        connection, transport = connections.connect()
+        connection.data_received(b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n" + GOOD)
+        await settled()
+        assert transport.statuses == [501] and transport.has_ended
+
+    run(test)
+
+
 # ---- many connections
 
 

@@ -502,7 +502,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_more() -> None:
         thread.join()
         assert results[0][0] == 200
         assert server.ends() == 0
-        assert "mla-compile: shutting down: 1 completion may take 120 s more\n" in server.log
+        assert "mla-compile: shutting down: 1 request may take 120 s more\n" in server.log
 
 
 def test_sigterm_ends_what_takes_too_long_by_name() -> None:

@@ -12,8 +12,9 @@ import json
 import logging
 import signal
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
 from mla_compile.errors import MLAError, check_integer
 from mla_compile.serving.app import Server, create_app
-from mla_compile.serving.failures import Busy, Failure
+from mla_compile.serving.failures import Busy, Failure, NotReady
 from mla_compile.serving.origins import listening_at, warn_if_open
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.serving.streams import Bodies, ClientGone
@@ -48,7 +49,8 @@ _PREFIX_CHARS = 4096
 _PROBE_SECONDS = 10.0
 """Timeout of requests without completions."""
 _LAST_WORDS_SECONDS = 5.0
-"""Gateways stop this much later than replicas, to send errors for interrupted answers."""
+"""Gateways wait this much longer than replicas, to send their errors and those of interrupted answers."""
+_WITHOUT_ENGINE = ("/", "/health", "/metrics")
 _LOST = "replica_lost"
 _PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 _ROUTER_BOUNDS = {"imbalanced_threshold": 8, "do_eviction": True}
@@ -81,6 +83,10 @@ def _beginning(body: bytes) -> str:
         return ""  # the replica reports the error
 
 
+class EngineLost(Exception):
+    """A replica's engine failed before it answered."""
+
+
 class Replica:
     """The app and its engine."""
 
@@ -102,13 +108,25 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called by Ray regularly; Ray replaces the replica if it raises."""
-        if not self._server.is_ready:
+        if self._has_failed():
             raise RuntimeError("the engine failed")
 
+    def _has_failed(self) -> bool:
+        return not (self._server.is_ready or self._server.is_draining)
+
+    async def drain(self, seconds: float) -> None:
+        """Answer no more requests; wait at most `seconds` for those that have come, then end them with an error."""
+        await self._server.drain(seconds)
+
     async def answer(self, forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
-        """The ASGI messages of the app's response, in groups that are ready together."""
+        """The ASGI messages of the app's response, in groups that are ready together.
+
+        Raises:
+            EngineLost: before any byte of the body.
+        """
+        needs_engine = forwarded.scope["path"] not in _WITHOUT_ENGINE
         # Ray prefers short queues: a failed replica's requests wait here until Ray notices and moves them.
-        while forwarded.scope["method"] == "POST" and not self._server.is_ready:
+        while needs_engine and self._has_failed():
             await asyncio.sleep(0.1)
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         task = asyncio.create_task(self._run(forwarded, sent))
@@ -119,6 +137,11 @@ class Replica:
                 while not sent.empty():
                     messages.append(sent.get_nowait())
                 is_open = messages[-1] is not None
+                if needs_engine and self._has_failed():
+                    raise EngineLost
+                needs_engine = needs_engine and not any(
+                    message and message.get("body") for message in messages
+                )
                 yield [message for message in messages if message is not None]
             await task
         finally:
@@ -156,19 +179,38 @@ class Gateway:
     def __init__(self, replicas: Any, settings: ServerSettings) -> None:
         self._replicas, self._settings = replicas, settings
         self._bodies = Bodies(settings)
+        self._num_waiting = 0  # requests whose response has not begun
+        self._is_draining = False
         self._answers = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:
         """The response of a replica, or an error."""
-        response = await self._response(request)
+        self._num_waiting += 1
+        try:
+            response = await self._response(request)
+        finally:
+            self._num_waiting -= 1
         origin, allowed = request.headers.get("origin"), self._settings.allowed_origins
         if "*" in allowed or origin in allowed:  # a replica's response has it; the gateway's errors do not
             response.headers.setdefault("Access-Control-Allow-Origin", "*" if "*" in allowed else str(origin))
         return response
 
+    async def drain(self, seconds: float) -> None:
+        """Accept no more requests; wait at most `seconds` for responses to begin."""
+        self._is_draining = True
+        end = time.monotonic() + seconds
+        while self._num_waiting and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+
     async def _response(self, request: Request) -> Response:
-        seconds = self._settings.request_seconds if request.method == "POST" else _PROBE_SECONDS
+        if self._is_draining and request.url.path == "/ready":
+            return JSONResponse({"status": "stopping"}, 503)
+        seconds = _PROBE_SECONDS
+        if request.method == "POST":  # the replica tells what took too long
+            seconds = self._settings.request_seconds + _LAST_WORDS_SECONDS
         try:
+            if self._is_draining and request.method == "POST":
+                raise NotReady
             async with self._bodies.read(request) as body, asyncio.timeout(seconds):
                 forwarded = Forwarded.of(request, body)
                 if request.url.path == "/metrics":
@@ -193,15 +235,15 @@ class Gateway:
                 messages = self._answers.remote(forwarded=forwarded)
             try:
                 return await _begun(messages)
-            except RayActorError as error:
-                log.warning("a replica exited before it answered; resending the request: %s", error)
-        why = f"{_ATTEMPTS} replicas in turn exited before they answered"
+            except (RayActorError, EngineLost) as error:
+                log.warning("a replica failed before it answered; resending the request: %s", error)
+        why = f"{_ATTEMPTS} replicas in turn failed before they answered"
         return Failure(why, code=_LOST).response()
 
     async def _metrics(self, forwarded: Forwarded) -> Response:
-        """The metrics of all replicas on one page."""
-        pages = dict(await self._replicas.broadcast("page", forwarded).results_async())
-        text = generate_latest(_Merged(pages))
+        """The metrics of all replicas on one page, without those that exit meanwhile."""
+        found = await self._replicas.broadcast("page", forwarded).results_async(return_exceptions=True)
+        text = generate_latest(_Merged(dict(page for page in found if not isinstance(page, BaseException))))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -344,9 +386,25 @@ def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: 
         threading.Event().wait()
     except KeyboardInterrupt:
         log.info("shutting down: running requests may take up to %g s", settings.shutdown_seconds)
+        _drain(settings.shutdown_seconds)
         serve.delete(APP_NAME)
     finally:
         ray.shutdown()
+
+
+def _drain(seconds: float) -> None:
+    """Accept no more requests, and let the accepted ones end; a second signal ends them at once, with an error."""
+
+    def ask(kind: type, seconds: float) -> None:
+        handle, most = serve.get_deployment_handle(kind.__name__, APP_NAME), seconds + _LAST_WORDS_SECONDS
+        with suppress(DeploymentUnavailableError, RayError, TimeoutError):  # it has ended by itself
+            handle.broadcast("drain", seconds).results(timeout_s=most, return_exceptions=True)
+
+    end = time.monotonic() + seconds
+    with suppress(KeyboardInterrupt):
+        ask(Gateway, seconds)
+        ask(Replica, end - time.monotonic())
+    ask(Replica, 0.0)
 
 
 def _run(app: Any) -> None:

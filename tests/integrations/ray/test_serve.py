@@ -31,6 +31,7 @@ from mla_compile import MLAError, SamplingParams, generate  # noqa: E402
 from mla_compile.engine import EngineConfig  # noqa: E402
 from mla_compile.integrations.ray.serve import (  # noqa: E402
     APP_NAME,
+    EngineLost,
     Forwarded,
     Gateway,
     Replica,
@@ -39,6 +40,7 @@ from mla_compile.integrations.ray.serve import (  # noqa: E402
 )
 from mla_compile.serving import streams  # noqa: E402
 from mla_compile.serving.settings import ServerSettings  # noqa: E402
+from tests.serving.test_app import app_of  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 PORT = 18_765
@@ -87,6 +89,18 @@ class FakeAnswer:
 
     def cancel(self) -> None:
         self.was_cancelled = True
+
+
+class SlowAnswer(FakeAnswer):
+    """Whose first messages come after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__([messages_of(b"slow")])
+        self.seconds = seconds
+
+    async def __anext__(self) -> list[Message]:
+        await asyncio.sleep(self.seconds)
+        return await super().__anext__()
 
 
 class FakeReplicas:
@@ -154,20 +168,21 @@ def scope_of(path: str, method: str = "POST") -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ended", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("had_begun", [False, True])
-def test_a_request_that_was_not_answered_goes_to_another_replica(num_ended: int, had_begun: bool) -> None:
+@pytest.mark.parametrize("error", [RayActorError, EngineLost])
+def test_a_request_that_was_not_answered_goes_to_another_replica(
+    num_ended: int, had_begun: bool, error: type[Exception]
+) -> None:
     start = messages_of(b"data: 1\n\n")[:1]
-    ends = [
-        FakeAnswer([start, RayActorError()] if had_begun else [RayActorError()]) for _ in range(num_ended)
-    ]
+    ends = [FakeAnswer([start, error()] if had_begun else [error()]) for _ in range(num_ended)]
     replicas = FakeReplicas(*ends, FakeAnswer([messages_of(b"data: 1\n\n", b"data: 2\n\n")]))
-    status, body, error = ask(replicas)
-    assert error is None and len(replicas.asked) == min(num_ended + 1, 3)
+    status, body, raised = ask(replicas)
+    assert raised is None and len(replicas.asked) == min(num_ended + 1, 3)
     if num_ended < 3:
         assert (status, body) == (200, b"data: 1\n\ndata: 2\n\n")
     else:
-        error = json.loads(body)["error"]
-        assert (status, error["code"], error["type"]) == (500, "replica_lost", "server_error")
-        assert error["message"].startswith("3 replicas")
+        shown = json.loads(body)["error"]
+        assert (status, shown["code"], shown["type"]) == (500, "replica_lost", "server_error")
+        assert shown["message"].startswith("3 replicas")
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.data())
@@ -233,6 +248,113 @@ def test_bodies_beyond_the_bound_of_all_get_503_and_retry_after(monkeypatch: pyt
     monkeypatch.setattr(streams, "MAX_WHOLE_BODIES", 0)
     response = asyncio.run(Gateway(FakeReplicas(), SETTINGS)(Request(scope_of("/v1/completions"), receive)))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_a_gateway_that_drains_waits_for_its_requests_and_refuses_others_by_name() -> None:
+    gateway = Gateway(FakeReplicas(SlowAnswer(0.5), FakeAnswer([messages_of(b"well")])), SETTINGS)
+
+    async def of(path: str, method: str = "POST") -> Any:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        return await gateway(Request(scope_of(path, method), receive))
+
+    async def run() -> None:
+        begun = asyncio.create_task(of("/v1/completions"))
+        await asyncio.sleep(0)
+        await gateway.drain(0.1)
+        assert not begun.done(), "the time is up"
+        drain = asyncio.create_task(gateway.drain(60))
+        await asyncio.sleep(0)
+        refused, ready, well = (
+            await of("/v1/completions"),
+            await of("/ready", "GET"),
+            await of("/health", "GET"),
+        )
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert (ready.status_code, json.loads(ready.body)) == (503, {"status": "stopping"})
+        assert well.status_code == 200 and not drain.done()
+        await drain
+        assert (await begun).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_replica_has_time_to_tell_what_took_too_long() -> None:
+    settings = replace(SETTINGS, request_seconds=0.1)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    gateway = Gateway(FakeReplicas(SlowAnswer(0.3)), settings)
+    assert asyncio.run(gateway(Request(scope_of("/v1/completions"), receive))).status_code == 200
+
+
+class Broadcast:
+    """As Ray's answer to a call of all replicas: one of them has just exited."""
+
+    async def results_async(self, return_exceptions: bool = False) -> list[Any]:
+        if not return_exceptions:
+            raise RayActorError
+        return [RayActorError(), ("one", "# HELP mla_a A.\n# TYPE mla_a gauge\nmla_a 3\n")]
+
+
+def test_metrics_leave_out_a_replica_that_exits() -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    replicas = FakeReplicas()
+    replicas.broadcast = lambda *_: Broadcast()  # type: ignore[attr-defined]
+    response = asyncio.run(Gateway(replicas, SETTINGS)(Request(scope_of("/metrics", "GET"), receive)))
+    assert response.status_code == 200 and b'mla_a{replica="one"} 3.0' in response.body
+
+
+# --- a replica
+
+
+class FakeReplica(Replica):
+    """Without Ray, and with a fake engine."""
+
+    def __init__(self) -> None:
+        self._name, (self._app, self._server) = "a", app_of()
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_whose_engine_fails_leaves_what_it_has_not_answered_to_others(stream: bool) -> None:
+    replica = FakeReplica()
+    engine = replica._server._client
+
+    async def answered(path: str, method: str, body: bytes = b"") -> bytes:
+        forwarded = Forwarded.of(Request(scope_of(path, method)), body)
+        groups = [messages async for messages in replica.answer(forwarded)]
+        return b"".join(message.get("body", b"") for messages in groups for message in messages)
+
+    async def run() -> None:
+        body = json.dumps({"model": "shipped", "prompt": [5], "stream": stream}).encode()
+        asked = asyncio.create_task(answered("/v1/completions", "POST", body))
+        while not engine.num_running:
+            await asyncio.sleep(0.01)
+            assert not asked.done()
+        ready, engine.ready = engine.ready, None
+        engine.end_all("the engine failed: a mishap")
+        with pytest.raises(EngineLost):
+            await asked
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            await replica.check_health()
+        assert b"mla_ready 0.0" in await answered("/metrics", "GET"), "it needs no engine"
+        probe = asyncio.create_task(answered("/ready", "GET"))
+        await asyncio.sleep(0.2)
+        assert not probe.done(), "it moves, or waits for the next engine"
+        engine.ready = ready
+        assert b'"ready"' in await probe
+        await replica.drain(0)
+        await replica.check_health()
+        assert b"the server is not ready" in await answered("/v1/completions", "POST", body)
+
+    asyncio.run(run())
 
 
 # --- what requests are routed by
@@ -511,7 +633,7 @@ def test_sigterm_lets_requests_end_and_sends_errors_to_those_that_it_cuts() -> N
             with pytest.raises(openai.APIError) as caught:
                 async for _ in long:
                     pass
-            assert caught.value.code == "replica_lost"
+            assert caught.value.message == "the server is shutting down"
 
         with_client(f"http://127.0.0.1:{PORT + 1}", work)
         assert process.wait(60) == 0
