@@ -533,7 +533,7 @@ def test_a_replica_that_is_killed_under_load_costs_no_unanswered_request(replica
     before = engines()
 
     async def one(client: Client, i: int) -> tuple[str, str]:
-        asked = {"model": "small", "prompt": prompts[i], "max_tokens": 60, "seed": i}
+        asked = {"model": "small", "prompt": prompts[i], "max_tokens": 60, "temperature": 1, "seed": i}
         if i % 2:
             return "whole", (await client.completions.create(**asked)).choices[0].text
         text = ""
