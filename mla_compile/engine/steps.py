@@ -77,7 +77,7 @@ class Steps:
         why_not = _why_not_captured(config, model.device)
         self.compiles_in_background = _compiles_in_background(model, config, ranks)
         self._num_steps = Counter[tuple[object, ...]]()  # by kind and settings of torch
-        self._jobs: list[threading.Thread | None] = []
+        self._jobs: list[threading.Thread] = []
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
         self.num_mixed, self.warms_prompts = 0, False
@@ -165,13 +165,13 @@ class Steps:
             self._num_steps[kind] += 1
             if self._num_steps[kind] == EAGER_STEPS:
                 job = partial(self.compile_parts, sampled, inference=torch.is_inference_mode_enabled())
-                self._jobs.append(run_in_background(f"compiling the {_kind(sampled)} step", job))
+                thread = run_in_background(f"compiling the {_kind(sampled)} step", job)
+                self._jobs += [] if thread is None else [thread]
 
     def wait_for_jobs(self) -> None:
         """Wait until the background thread has compiled what it was given."""
         for thread in self._jobs:
-            if thread is not None:
-                thread.join()
+            thread.join()
         self._jobs.clear()
 
     def compile_parts(self, sampled: bool, *, inference: bool) -> None:

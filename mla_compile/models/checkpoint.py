@@ -323,11 +323,12 @@ def _has_own_head(files: SafetensorFiles, config: "PreTrainedConfig") -> bool:
     """Whether the files hold a head that is not a copy of the embedding."""
     names = "lm_head.weight", "model.embed_tokens.weight"
     head, embedding = (files.entries.get(name) for name in names)
-    if head is None:
-        return False
+    if head is None or embedding is None:
+        return head is not None
     # No tensors of other sizes are read, which may be those of a hostile header.
-    may_be_copy = str(head) == str(embedding) and head.shape == (config.vocab_size, config.hidden_size)
-    return not (may_be_copy and head.dtype in FLOATS and torch.equal(*map(files.read, names)))
+    has_size = head.shape == embedding.shape == (config.vocab_size, config.hidden_size)
+    may_be_copy = has_size and head.dtype == embedding.dtype and head.dtype in FLOATS
+    return not (may_be_copy and torch.equal(*map(files.read, names)))
 
 
 def _check(

@@ -155,15 +155,12 @@ def _names(directory: Path) -> list[str]:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
             raise MLAError(str(directory / INDEX), "a weight_map of tensors to files", f"{table!r:.80}")
-        if (
-            not is_single or _SINGLE in table.values()
-        ):  # else it is an older one, which transformers ignores too
+        # Beside another file it is an older one, which transformers ignores too.
+        if not is_single or _SINGLE in table.values():
             return sorted(set(table.values()))
     if is_single:
         return [_SINGLE]
-    names = sorted(
-        path.name for path in directory.glob("[!.]*.safetensors")
-    )  # macOS writes ._NAME beside NAME
+    names = sorted(path.name for path in directory.glob("[!.]*.safetensors"))  # macOS writes ._NAME too
     if not names:
         hint = download_hint(directory, "convert the checkpoint first")
         raise MLAError(str(directory), "at least one .safetensors file", "none", hint)
