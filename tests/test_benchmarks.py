@@ -189,7 +189,8 @@ def test_two_processes_that_share_a_model_are_measured(
     command(monkeypatch, tensor_parallel, options)
     report = json.loads(file.read_text())
     engines = [row for row in report["rows"] if row["what"] == "engine"]
-    assert [(row["shape"], row["gpus"], row["same_latents"]) for row in engines] == [
+    found = [(row["shape"], row["gpus"], row["same_latents"]) for row in engines]
+    assert sorted(found) == [  # engines of one shape end at the same time
         ("glm", 1, True),
         ("glm", 2, True),
         ("v2", 2, True),
