@@ -356,6 +356,19 @@ def run_jobs(name: str, case: Case, args: argparse.Namespace, independent: bool)
     return failures or any(job.returncode for job, *_ in parts)
 
 
+def _record(text: str) -> list[int]:
+    return [int(value) for value in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise ValueError
+    return count
+
+
+_record.__name__, _count.__name__ = "list of choices", "number of cases"  # argparse's errors name them
+
+
 def command(
     name: str,
     make: Callable[[argparse.Namespace], Case],
@@ -370,23 +383,26 @@ def command(
     """
     name = f"stress.{name}"
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--cases", type=int, default=1000, help="in all, with those of the results file")
+    parser.add_argument("--cases", type=_count, default=1000, help="in all, with those of the results file")
     parser.add_argument("--seed", type=int, default=0, help="the first case, without a results file")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument(
         "--output", type=Path, help="the results file: rerunning continues after its last seed"
     )
     parser.add_argument("--case", type=int, help="run this case alone, with its notes")
-    parser.add_argument("--record", help="run the case of this record alone, as a failure's report gives it")
+    parser.add_argument(
+        "--record", type=_record, help="run the case of this record alone, as a failure's report gives it"
+    )
     parser.add_argument("--failures", type=int, default=10, help="stop after this many")
     parser.add_argument("--jobs", type=int, default=1, help="processes, spread over all GPUs")
     parser.add_argument("--device", choices=devices, default=devices[0])
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch finds no CUDA device")
     torch.set_num_threads(1)
     case = make(args)
     if args.case is not None or args.record is not None:
-        record = None if args.record is None else [int(value) for value in args.record.split(",")]
-        found = attempt(case, Draw(args.case or 0, record))
+        found = attempt(case, Draw(args.case or 0, args.record))
         sys.exit(
             report(name, args.case or 0, found, args.device) if isinstance(found, Failure) else print(found)
         )

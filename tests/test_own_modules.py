@@ -147,6 +147,17 @@ def test_batches_of_different_page_sizes_and_widths_in_one_module_on_inductor() 
     check_layers(3, "mla", lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def test_one_decode_row_after_several_makes_no_graph_of_its_own() -> None:
+    torch.compiler.reset()
+    r, backend = random.Random(0), Passes()
+    compiled = torch.compile(Layer(4).requires_grad_(False), backend=backend, fullgraph=True)
+    prompt, decode = (9, 0, False), (4, 7, True)
+    for rows in ([prompt], [decode] * 2, [decode] * 3 + [prompt], [decode, prompt], [decode]):
+        packed = packed_rows(r, rows, 4, 3)
+        compiled(packed.tensors[0], packed.positions, packed.batch)
+    assert backend.graphs == 3
+
+
 # --- refusals
 
 
@@ -423,6 +434,37 @@ def test_a_call_with_more_tokens_than_the_batch_is_refused_by_name_after_a_good_
         with pytest.raises(MLAError, match=r"^q_nope: .*\b4 tokens.*batch.*\b8\b"):
             compiled(x, positions, one.batch)
     compiled(two.tensors[0], two.positions, two.batch)
+
+
+@pytest.mark.parametrize(
+    ("scale", "got"),
+    [
+        (None, "NoneType"),
+        ("0.1", "str"),
+        (True, "bool"),
+        (float("nan"), "nan"),
+        (torch.ones(()), "a tensor []"),
+    ],
+)
+def test_a_scale_that_is_no_finite_number_is_refused_by_name(scale: Any, got: str) -> None:
+    torch.compiler.reset()
+    layer = Layer(4).requires_grad_(False)
+
+    def step(packed: PackedBatch, scale: Any) -> Tensor:
+        x, (w_uk, w_uv) = packed.tensors[0], (layer.w_uk, layer.w_uv)
+        q, kv_c, k_pe = x.new_zeros(4, HEADS, NOPE + ROPE), x.new_zeros(4, RANK), x.new_zeros(4, ROPE)
+        split = q.split([NOPE, ROPE], dim=-1)
+        return mla_attention(*split, kv_c, k_pe, layer.kv_cache, w_uk, w_uv, packed.batch, scale)
+
+    packed = packed_rows(random.Random(0), [(2, 3, True)] * 2, 4, 1)
+    compiled = torch.compile(step, backend=Passes(), fullgraph=True)
+    for run in (step, compiled):
+        with pytest.raises(
+            MLAError, match=rf"^softmax_scale: expected a finite number, got {re.escape(got)}"
+        ):
+            run(packed, scale)
+    for good in (0.5, 0.25, 2):  # the second one makes it a symbolic number
+        assert torch.isfinite(compiled(packed, good)).all()
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

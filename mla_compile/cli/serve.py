@@ -11,7 +11,7 @@ from mla_compile.engine.config import EngineConfig, check_max_model_len
 from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import read_config
-from mla_compile.serving.settings import ServerSettings
+from mla_compile.serving.settings import ServerSettings, check_api_key
 
 API_KEY = "MLA_COMPILE_API_KEY"
 """The environment variable that may hold a key."""
@@ -73,8 +73,8 @@ def _server(replicas: int | None) -> Callable[..., None]:
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:
     """The API keys of a file, one per line, and of the environment."""
-    keys = [os.environ[API_KEY]] if API_KEY in os.environ else []
-    if keys and not keys[0].strip():
+    keys = {API_KEY: os.environ[API_KEY].strip()} if API_KEY in os.environ else {}  # by the place that has it
+    if not all(keys.values()):
         raise MLAError(API_KEY, "a key", "an empty value", "unset it to require no key")
     if file is not None:
         try:
@@ -83,5 +83,8 @@ def _read_keys(file: Path | None) -> tuple[str, ...]:
             raise MLAError(f"--api-key-file {file}", "a text file with one key per line", error) from error
         if not any(line.strip() for line in lines):
             raise MLAError(f"--api-key-file {file}", "at least one key", "none")
-        keys += lines
-    return tuple(key.strip() for key in keys if key.strip())
+        places = enumerate(map(str.strip, lines), start=1)
+        keys |= {f"--api-key-file {file}, line {number}": line for number, line in places if line}
+    for place, key in keys.items():
+        check_api_key(place, key)
+    return tuple(keys.values())

@@ -1,10 +1,10 @@
 """The configuration of an engine: one frozen object that the engine, the command and integrations share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mla_compile.backend import resolve_settings
 from mla_compile.caches import CacheSpec
@@ -65,7 +65,11 @@ class EngineConfig(EngineFields):
         Raises:
             MLAError: sizes of latents that do not fit it.
         """
-        return [spec.stored_as(self.kv_cache_dtype) for spec in specs]
+        given = list(specs)
+        for spec in given:
+            if not isinstance(spec, CacheSpec):
+                raise MLAError("cache_specs", "CacheSpecs, one for each cache", f"a {type(spec).__name__}")
+        return [spec.stored_as(self.kv_cache_dtype) for spec in given]
 
     def fitted_to(
         self, model: ServedModel, *, device_type: str | None = None, left: int | None = None
@@ -80,6 +84,7 @@ class EngineConfig(EngineFields):
         """
         _check_model(model)
         specs = self.stored(model.cache_specs())  # before anything is allocated
+        _check_layers(model, specs)
         ranks = [spec.kv_lora_rank for spec in specs if spec.owner == "target"]
         if self.kv_cache_dtype == "fp8" and not any(ranks):
             expected = "'auto' for a model whose CacheSpecs have no kv_lora_rank"
@@ -291,6 +296,14 @@ def _check_model(model: object) -> None:
         got = f"{type(model).__name__} without {', '.join(missing) or '__call__'}"
         hint = "pass what `load_model` returns, or a model with all members of `ServedModel`"
         raise MLAError("model", "a model that an engine can serve", got, hint)
+
+
+def _check_layers(model: object, specs: Sequence[CacheSpec]) -> None:
+    """Raises `MLAError` if a layer has a cache of its own that no spec names, as its size would be another."""
+    known = {id(spec.layer) for spec in specs}
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(getattr(module, "kv_cache", None), Tensor) and id(module) not in known:
+            raise MLAError("cache_specs", f"a CacheSpec of the layer {name}, which has a kv_cache", "none")
 
 
 def _check_for_fp8_activations(model: ServedModel) -> None:

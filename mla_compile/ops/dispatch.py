@@ -97,11 +97,11 @@ class Candidate:
     def why_not_on(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
         """The first reason why it cannot run on a device; a package that fails to import is one."""
         if self.device_types is not None and device_type not in self.device_types:
-            return f"runs on {' and '.join(self.device_types)}, got {device_type}"
+            return f"runs on {' and '.join(self.device_types)}, not {device_type}"
         if capability is not None:
             newest = self.max_capability
             if capability < self.min_capability or (newest is not None and capability > newest):
-                return f"runs on {self.architectures()}, got {_sm(capability)}"
+                return f"runs on {self.architectures()}, not {_sm(capability)}"
         return self.why_not_installed()
 
     def why_not_installed(self) -> str | None:
@@ -117,7 +117,7 @@ class Candidate:
             value = facts.get(fact)
             if value is not None and value not in allowed:
                 of = " of" if isinstance(allowed, range) else ""
-                return f"supports {fact}{of} {in_words(allowed)}, got {_word(value)}"
+                return f"supports {fact}{of} {in_words(allowed)}, not {_word(value)}"
         return None
 
     def architectures(self) -> str:

@@ -10,6 +10,7 @@ arguments of a call. A dimension may also be computed from names ("kv_lora_rank 
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -217,6 +218,15 @@ _KINDS: dict[object, tuple[str, tuple[type, ...]]] = {
     float: ("a float", (int, float, torch.SymFloat)),
     bool: ("a bool", (bool,)),
 }
+
+
+def scale(value: object) -> None:
+    """Raises `MLAError` for a `softmax_scale` that is no finite number, perhaps a symbolic one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (is_number or isinstance(value, torch.SymFloat | torch.SymInt)):
+        raise MLAError(
+            "softmax_scale", "a finite number", value if isinstance(value, float) else shown(value)
+        )
 
 
 def check_types(arguments: Mapping[str, tuple[object, object]]) -> None:

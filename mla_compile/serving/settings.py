@@ -129,8 +129,8 @@ class ServerSettings(CheckpointSettings):
                 raise MLAError("allowed_origins", expected, repr(origin))
         if self.dtype not in (None, "float32", "bfloat16"):
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
-        if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # the characters of a header
-            raise MLAError("api_keys", "keys of printable ASCII characters without spaces", "others")
+        for key in self.api_keys:
+            check_api_key("api_keys", key)
         if self.client_header is not None and not re.fullmatch(
             r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.client_header
         ):
@@ -139,3 +139,9 @@ class ServerSettings(CheckpointSettings):
             value = getattr(self, each.name)
             if each.type in (int, float) and not (isinstance(value, int | float) and value > 0):
                 raise MLAError(each.name, "a number > 0", repr(value))
+
+
+def check_api_key(name: str, key: str) -> None:
+    """Raises `MLAError`, without the key, if no header could have it."""
+    if not re.fullmatch("[!-~]+", key):
+        raise MLAError(name, "a key of printable ASCII characters without spaces", "other characters")

@@ -131,7 +131,11 @@ class SpeculativeDecoder(nn.Module):
             output = self._checked(self.model(tokens, positions, batch, self.aux_layers))
             if chunks is not None:
                 output = self._begin_rows(state, chunks, output, positions)
-            return self.model.logits(output.hidden).view(rows, self.k + 1, -1), output
+            logits = self.model.logits(output.hidden)
+            if logits.shape[-1] != self.model.vocab_size:
+                expected = f"{logits.shape[-1]}, the number of logits of a token"
+                raise MLAError("model.vocab_size", expected, self.model.vocab_size)
+            return logits.view(rows, self.k + 1, -1), output
 
     def _checked(self, output: object) -> ForwardOutput:
         """What the forward of a model returned, perhaps a user's own; `MLAError` if it is not as `Target` says."""

@@ -11,12 +11,16 @@ from mla_compile.caches import CacheSpec
 
 
 class Target(Protocol):
-    """The methods of a model that a step calls; token dimensions are packed, `[tokens]`."""
+    """The members of a model that a step uses; token dimensions are packed, `[tokens]`."""
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
         """Hidden states, and the outputs of the layers `aux_layers` for the drafter; appends to the trunk's caches."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of logits of a token."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden_size]` -> `[..., vocab_size]`."""
@@ -41,9 +45,6 @@ class ServedModel(Target, Protocol):
     `SamplingParams`, and `stop_ids`, a list of end-of-sequence ids. A model without an MTP layer needs no
     `forward_mtp`.
     """
-
-    @property
-    def vocab_size(self) -> int: ...
 
     @property
     def device(self) -> torch.device: ...

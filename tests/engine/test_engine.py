@@ -181,7 +181,7 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
     assert {"reference", "by_token"} <= {*names}
     some = ", ".join(names)
     with pytest.raises(
-        MLAError, match=rf"^decode_backend: .*\({some}\), got triton, which runs on cuda, got cpu"
+        MLAError, match=rf"^decode_backend: .*\({some}\), got triton, which runs on cuda, not cpu"
     ):
         engine(decode_backend="triton")
     with pytest.raises(MLAError, match=r"^decode_backend: expected one of .*got 'fast'"):
@@ -211,6 +211,25 @@ def test_drafts_of_another_shape_or_dtype_are_refused(wrong: torch.Tensor | None
 def test_a_wrong_kind_of_drafter_is_refused_where_it_is_made() -> None:
     with pytest.raises(MLAError, match=r"^build: expected "):
         DrafterKind("mine", build=None)
+
+
+def test_caches_and_logits_are_those_that_a_model_says_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    first, *others = model.cache_specs()
+    first.layer.kv_cache = torch.zeros(33, 4, first.width)
+    model.cache_specs = lambda: others  # type: ignore[method-assign]
+    with pytest.raises(
+        MLAError, match=rf"^cache_specs: expected .*layer {first.name}.*, which has a kv_cache"
+    ):
+        engine(2, model)
+    model.cache_specs = lambda: [first.name]  # type: ignore[method-assign,list-item]
+    with pytest.raises(MLAError, match=r"^cache_specs: expected CacheSpecs.*, got a str$"):
+        engine(2, model)
+    model = tiny_model()
+    width = model.vocab_size
+    monkeypatch.setattr(type(model), "vocab_size", width - 3)
+    with pytest.raises(MLAError, match=rf"^model.vocab_size: expected {width}, .* got {width - 3}$"):
+        tokens(engine(2, model))
 
 
 class WithCache(torch.nn.Module):

@@ -16,7 +16,7 @@ from tests.models_for_tests import caches_of, one_layer_model
         ({"compile": False}, "False with compile=False, got True; leave one"),
         ({"batch_invariant": True}, "False with batch_invariant=True, got True; leave one"),
         ({"fp8_activations": 1}, "True or False, got 1"),
-        ({}, "False on this device, as it runs on cuda, got cpu, got True"),
+        ({}, "False on this device, as it runs on cuda, not cpu, got True"),
     ],
 )
 def test_where_it_cannot_serve_it_is_refused_by_name(settings: dict, message: str) -> None:

@@ -190,9 +190,9 @@ def test_a_reason_says_that_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     x, w = fake((torch.empty(3, 1, 16).half(), torch.empty(1, 16, 8).half()), (9, 0))
     rejected = choose("batch_invariant_matmul", (x, w)).rejected
     assert rejected == (
-        ("blocks", "supports weights one matrix, got strided"),
-        ("by_head", "supports groups of 2 or more, got 1"),
-        ("cublas", "supports bits in any batch equal, got different"),
+        ("blocks", "supports weights one matrix, not strided"),
+        ("by_head", "supports groups of 2 or more, not 1"),
+        ("cublas", "supports bits in any batch equal, not different"),
     )
 
 

@@ -77,36 +77,36 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("backend", "changed", "reason"),
     [
         (TRITON, {}, None),
-        (TRITON, {"device_type": "cpu", "capability": None}, "runs on cuda, got cpu"),
-        (TRITON, {"device_type": "hip", "capability": None}, "runs on cuda, got hip"),
-        (TRITON, {"capability": (7, 5)}, "runs on SM 80 and newer, got SM 75"),
-        (TRITON, {"dtype": torch.float64}, "supports dtype float16, bfloat16, float32, got float64"),
+        (TRITON, {"device_type": "cpu", "capability": None}, "runs on cuda, not cpu"),
+        (TRITON, {"device_type": "hip", "capability": None}, "runs on cuda, not hip"),
+        (TRITON, {"capability": (7, 5)}, "runs on SM 80 and newer, not SM 75"),
+        (TRITON, {"dtype": torch.float64}, "supports dtype float16, bfloat16, float32, not float64"),
         (
             TRITON,
             {"kv_lora_rank": 1024},
-            "supports kv_lora_rank of 16..512 by 16, got 1024",
+            "supports kv_lora_rank of 16..512 by 16, not 1024",
         ),
         (FLASHINFER, {}, HOST_WORK),
         (FLASHINFER, {"captured": False}, None),
         (
             FLASHINFER,
             {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
-            "supports kv_lora_rank of 512, got 256",
+            "supports kv_lora_rank of 512, not 256",
         ),
-        (FLASHINFER, {"dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
+        (FLASHINFER, {"dtype": torch.float32}, "supports dtype float16, bfloat16, not float32"),
         (FLASH_MLA, MANY, None),
-        (FLASH_MLA, {}, "supports queries many, got few"),
-        (FLASH_MLA, {**MANY, "dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
-        (FLASH_MLA, {**MANY, "page_size": 16}, "supports page_size of 64, got 16"),
-        (FLASH_MLA, {**MANY, "kv_lora_rank": 256}, "supports kv_lora_rank of 512, got 256"),
-        (FLASH_MLA, {**MANY, "qk_rope_head_dim": 32}, "supports qk_rope_head_dim of 64, got 32"),
-        (FLASH_MLA, {**MANY, "capability": (10, 0)}, "runs on SM 90, got SM 100"),
+        (FLASH_MLA, {}, "supports queries many, not few"),
+        (FLASH_MLA, {**MANY, "dtype": torch.float32}, "supports dtype float16, bfloat16, not float32"),
+        (FLASH_MLA, {**MANY, "page_size": 16}, "supports page_size of 64, not 16"),
+        (FLASH_MLA, {**MANY, "kv_lora_rank": 256}, "supports kv_lora_rank of 512, not 256"),
+        (FLASH_MLA, {**MANY, "qk_rope_head_dim": 32}, "supports qk_rope_head_dim of 64, not 32"),
+        (FLASH_MLA, {**MANY, "capability": (10, 0)}, "runs on SM 90, not SM 100"),
         (FLASH_MLA, {**MANY, "batch_invariant": True}, BATCH_DEPENDENT),
         (REFERENCE, {"device_type": "xpu", "capability": None, "kv_lora_rank": 7}, None),
-        (limited(TRITON, heads=range(8, 129, 8)), {}, "supports heads of 8..128 by 8, got 20"),
-        (limited(TRITON, page_size=range(64, 65)), {"page_size": 16}, "supports page_size of 64, got 16"),
+        (limited(TRITON, heads=range(8, 129, 8)), {}, "supports heads of 8..128 by 8, not 20"),
+        (limited(TRITON, page_size=range(64, 65)), {"page_size": 16}, "supports page_size of 64, not 16"),
         (GLUON, {}, None),
-        (GLUON, {"capability": (10, 0)}, "runs on SM 90, got SM 100"),
+        (GLUON, {"capability": (10, 0)}, "runs on SM 90, not SM 100"),
         (GLUON, {"batch_invariant": True}, BATCH_DEPENDENT),
         (GLUON_INVARIANT, {"batch_invariant": True}, None),
         (TRITON_INVARIANT, {"batch_invariant": True}, None),
@@ -133,7 +133,7 @@ def test_what_is_not_known_of_a_call_is_no_reason() -> None:
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
     *rejected, chosen = select_backend(GLM).explain().splitlines()
     assert f"flashinfer: {HOST_WORK}" in rejected
-    assert "flash_mla: supports queries many, got few" in rejected
+    assert "flash_mla: supports queries many, not few" in rejected
     assert chosen == "gluon: chosen (loading and computing warps, for Hopper)"
     assert select_backend(glm(**MANY)).chosen is select_backend(of_any_size(GLM)).chosen is FLASH_MLA
     assert select_backend(glm(**MANY, page_size=16)).chosen is GLUON
@@ -193,9 +193,9 @@ def test_the_number_of_queries_limits_the_automatic_choice_alone(heads: int, q_l
     assert known(4 * least, 1) == ("many" if heads >= MANY_QUERIES_OF_ROW else "few"), "few queries a row"
     assert select_backend(GLM, "flash_mla").chosen is FLASH_MLA, "asked for by name"
     for refused, reason in (
-        (glm(page_size=16), "page_size of 64, got 16"),
-        (glm(dtype=torch.float32), "dtype float16, bfloat16, got float32"),
-        (glm(kv_lora_rank=256), "kv_lora_rank of 512, got 256"),
+        (glm(page_size=16), "page_size of 64, not 16"),
+        (glm(dtype=torch.float32), "dtype float16, bfloat16, not float32"),
+        (glm(kv_lora_rank=256), "kv_lora_rank of 512, not 256"),
         (glm(batch_invariant=True), BATCH_DEPENDENT),
     ):
         with pytest.raises(MLAError, match=rf"^backend: .*flash_mla, which .*{reason}"):

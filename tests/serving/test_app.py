@@ -392,5 +392,10 @@ def test_an_empty_key_in_the_environment_does_not_open_the_server(tmp_path, monk
     monkeypatch.setenv("MLA_COMPILE_API_KEY", "one ")
     (file := tmp_path / "keys").write_text("two\n\nthree\n")
     assert _read_keys(file) == ("one", "two", "three")
+    file.write_text("two\n\n# a comment\n")
+    with pytest.raises(
+        MLAError, match=r"^--api-key-file .*keys, line 3: expected a key of .*got other characters"
+    ):
+        _read_keys(file)
     monkeypatch.delenv("MLA_COMPILE_API_KEY")
     assert _read_keys(None) == ()

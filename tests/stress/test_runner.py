@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stress import ops
-from stress.runner import Draw, Failure, attempt, reduced, report, run
+from stress.runner import Draw, Failure, attempt, command, reduced, report, run
 
 
 def sums(draw: Draw) -> str:
@@ -102,3 +102,19 @@ def test_a_case_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = attempt(hangs, Draw())
     assert isinstance(found, Failure) and found.kind.startswith("TimeoutError")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--record 1,2,foo", "--record: invalid list of choices value: '1,2,foo'"),
+        ("--cases -3", "--cases: invalid number of cases value: '-3'"),
+    ],
+)
+def test_a_bad_flag_is_named(
+    flags: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sums", *flags.split()])
+    with pytest.raises(SystemExit):
+        command("sums", lambda args: sums)
+    assert why in capsys.readouterr().err

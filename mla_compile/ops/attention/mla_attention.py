@@ -164,6 +164,7 @@ def mla_attention(
             only. Compiled code neither reads nor checks `seq_lens`, `block_table` and `host_lens` of prompt chunks.
     """
     segments, q_len, backend = segment_arguments(batch, q_nope, kv_cache)
+    run_check(validate.scale, softmax_scale)
     tensors = q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv
     numbers = q_len, batch.page_size, softmax_scale, backend
     arguments: tuple[Any, ...] = *tensors, *segments, *numbers, selected
