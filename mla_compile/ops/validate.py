@@ -224,9 +224,8 @@ def scale(value: object) -> None:
     """Raises `MLAError` for a `softmax_scale` that is no finite number, perhaps a symbolic one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (is_number or isinstance(value, torch.SymFloat | torch.SymInt)):
-        raise MLAError(
-            "softmax_scale", "a finite number", value if isinstance(value, float) else shown(value)
-        )
+        got = value if isinstance(value, float) else shown(value)
+        raise MLAError("softmax_scale", "a finite number", got, "pass a Python float")
 
 
 def check_types(arguments: Mapping[str, tuple[object, object]]) -> None:
