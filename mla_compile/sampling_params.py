@@ -217,7 +217,7 @@ class SamplingParams:
 def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
     """Raises `MLAError` if a completion has no room for `min_tokens`."""
     if max_tokens is not None and min_tokens > max_tokens:
-        raise MLAError("min_tokens", f"at most max_tokens = {max_tokens}", min_tokens)
+        raise MLAError("min_tokens", f"at most {max_tokens}, the maximum of new tokens", min_tokens)
 
 
 def _checked_bias(given: object) -> dict[int, float]:

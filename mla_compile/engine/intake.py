@@ -29,7 +29,10 @@ class Intake:
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
         self._vocab_size, self._longest, self._tokenizer = model.vocab_size, max_model_len, tokenizer
-        self.sampling = SamplingParams(**getattr(model, "default_sampling", {}))
+        try:
+            self.sampling = SamplingParams(**getattr(model, "default_sampling", {}))
+        except TypeError as error:
+            raise MLAError("model.default_sampling", "a dict of fields of SamplingParams", error) from error
         self.stop_ids: Sequence[int] = getattr(model, "stop_ids", ())
 
     def requests(

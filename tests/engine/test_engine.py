@@ -226,6 +226,10 @@ def test_caches_and_logits_are_those_that_a_model_says_it_has(monkeypatch: pytes
     with pytest.raises(MLAError, match=r"^cache_specs: expected CacheSpecs.*, got a str$"):
         engine(2, model)
     model = tiny_model()
+    model.default_sampling = {"temprature": 1}
+    with pytest.raises(MLAError, match=r"^model.default_sampling: expected .*fields.*temprature"):
+        engine(2, model)
+    model = tiny_model()
     width = model.vocab_size
     monkeypatch.setattr(type(model), "vocab_size", width - 3)
     with pytest.raises(MLAError, match=rf"^model.vocab_size: expected {width}, .* got {width - 3}$"):

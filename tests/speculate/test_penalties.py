@@ -329,7 +329,7 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     ("fields", "message"),
     [
         ({"logit_bias": {VOCAB: 1}}, rf"logit_bias: expected token ids in \[0, {VOCAB}\), got {VOCAB}"),
-        ({"min_tokens": 9}, "min_tokens: expected at most max_tokens = 8, got 9"),
+        ({"min_tokens": 9}, "min_tokens: expected at most 8, the maximum of new tokens, got 9"),
         (
             {"min_tokens": 1, "stop_token_ids": range(VOCAB)},
             "min_tokens: expected 0 if every token is a stop id",
