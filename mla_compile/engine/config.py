@@ -299,7 +299,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_layers(model: object, specs: Sequence[CacheSpec]) -> None:
-    """Raises `MLAError` if a layer has a cache of its own that no spec names, as its size would be another."""
+    """Raises `MLAError` for a layer with a `kv_cache` that no spec names: the engine would not allocate it."""
     known = {id(spec.layer) for spec in specs}
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(getattr(module, "kv_cache", None), Tensor) and id(module) not in known:

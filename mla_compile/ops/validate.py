@@ -221,7 +221,7 @@ _KINDS: dict[object, tuple[str, tuple[type, ...]]] = {
 
 
 def scale(value: object) -> None:
-    """Raises `MLAError` for a `softmax_scale` that is no finite number, perhaps a symbolic one."""
+    """Raises `MLAError` for a `softmax_scale` that is neither a finite number nor a symbolic one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (is_number or isinstance(value, torch.SymFloat | torch.SymInt)):
         got = value if isinstance(value, float) else shown(value)

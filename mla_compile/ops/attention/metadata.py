@@ -68,7 +68,7 @@ def decode_metadata_torch(
     positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
     row = torch.arange(len(num_cached), device=num_cached.device)
     slots = slots_of(block_table, row[:, None], positions, page_size, positions < end[:, None])
-    # Clones, as compiled code would guard on the sizes of what a view is of.
+    # Clones: compiled code guards on the sizes of a view's base.
     return torch.where(valid > 0, end, 0), valid, slots.view(-1).clone(), positions.view(-1).clone()
 
 
