@@ -36,7 +36,7 @@ help: ## show this
 demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
 	@$(VENV)/bin/mla-compile demo $(ARGS)
 
-test: $(VENV)/.dev ## run the tests that need no GPU, less than five minutes
+test: $(VENV)/.dev ## run the quick tests that need no GPU, less than five minutes
 	@$(PYTEST) -m "not gpu and not slow and not long" --ignore=tests/serving --ignore=tests/parallel $(ARGS)
 
 test-long: $(VENV)/.dev ## run those of them that take a second or more, with all that Inductor compiles

@@ -118,14 +118,14 @@ def figures() -> str:
             "transformers_generate",
         ),
         (
-            "tokens a second of 1 and of 32 rows, GLM-4.7-Flash's shape with an EAGLE-3 head, if a step writes 2.4 "
-            "tokens, as with its published head",
+            "tokens a second of 1 and of 32 rows, GLM-4.7-Flash's shape with an EAGLE-3 head, at 2.4 tokens a step, "
+            "which SGLang reports for the published head",
             f"**{one:,.0f}** and **{many:,.0f}**; {plain:,.0f} and {plain_many:,.0f} without drafts",
             "eagle3_step",
         ),
         (
             f"time between two tokens, 99th percentile: {served['rows']} rows of 12 layers of DeepSeek-V3 decode while "
-            f"prompts of {served['prompt']:,} tokens arrive",
+            f"prompts of {served['prompt']:,} tokens arrive, read {served['prompt_tokens_a_step']:,} a step",
             f"**{busy:.1f} ms**; {calm:.1f} ms before they arrive",
             "serving",
         ),
@@ -372,9 +372,7 @@ def _serving(model: str) -> str:
 def scheduler() -> str:
     """Host time of planning."""
     us = result("serving")["scheduler_us_256_rows"]
-    return sentences(
-        f"The scheduler takes {us} us of the host to plan a step of 256 rows and process its report."
-    )
+    return sentences(f"Planning a step of 256 rows and processing its report takes {us} us on the host.")
 
 
 def first_token() -> str:
@@ -413,8 +411,8 @@ def _transformers(name: str) -> str:
     if by_generation:
         text += "\n" + sentences(
             "Stock steps with the dynamic cache, and those of batch 1 with Inductor, wait for the host. Their figures "
-            "are from the fastest host of three; the other two took up to 1.6 times as long. That run timed whole "
-            "generations, not the events between steps."
+            "are from the fastest host of three; the other two took up to 1.6 times as long. They are times of whole "
+            "generations; the other lines are times between events."
         )
     return text
 
@@ -740,9 +738,9 @@ def fp8_step() -> str:
     return sentences(
         f"{report['device']}, torch {report['torch']}, {report['layers']} layers with random values, about 1,000 "
         f"tokens a row; milliseconds a step. With the MTP layer weights take {memory}. The mean gap is "
-        "how far a chosen token's logit is below the largest logit in bfloat16, at the batch size with the largest "
-        f"gap; the second number is the gap of random tokens ({report['judged_layers']} layers). Compile times are "
-        "those of the slowest run."
+        "the largest logit of the bfloat16 model less its logit of the chosen token, for the batch size where it is "
+        f'largest; the number after "of" is the gap of random tokens. Both are of {report["judged_layers"]} layers. '
+        "Compile times are those of the slowest run."
     ) + table(
         [
             "weights",
@@ -776,13 +774,13 @@ def eagle3_step() -> str:
         rows = [found[drafter, batch] for batch in batches]
         steps = (f"{row['ms_per_step']:.2f} ({row['floor_ms']:.2f})" for row in rows)
         lines.append((name, *steps, " / ".join(f"{row['tokens_per_s']:,.0f}" for row in rows)))
-    others = " and ".join(f"{rate} at batch {batch}" for batch, rate in published.items())
+    others = " and ".join(f"{rate} tokens a second at batch {batch}" for batch, rate in published.items())
     return sentences(
         f"{report['device']}, torch {report['torch']}, bfloat16, {report['layers']} layers with random values, about "
         "1,000 tokens a row; 3 drafts, milliseconds a step. With a drafter, tokens per second assume an acceptance "
         f"length of 2.4. SGLang reports {others} for the real model with the published head, on one H100, at that "
-        f"acceptance length. In exact mode all drafters gave {'the same' if same else 'OTHER'} tokens as decoding "
-        f"without drafts ({report['judged_layers']} layers)."
+        "acceptance length. With `batch_invariant=True` all drafters gave "
+        f"{'the same' if same else 'OTHER'} tokens as decoding without drafts ({report['judged_layers']} layers)."
     ) + table(
         [
             "drafter",
@@ -924,7 +922,8 @@ def families() -> str:
         for row in report["rows"]
     ]
     heading = sentences(f"All model types with MLA in transformers {report['transformers']}:")
-    return heading + table(["`model_type`", "`load_model`", "`accelerate`"], lines)
+    refused = "\nThe refused models have indexers of other classes than DeepSeek-V3.2's and GLM-5's.\n"
+    return heading + table(["`model_type`", "`load_model`", "`accelerate`"], lines) + refused
 
 
 PEERS = {
@@ -1124,8 +1123,8 @@ def defaults() -> str:
         f"a share of memory: {gpu.cache_share:.0%} of what the weights and {gpu.kept_bytes / 2**30:g} GiB for steps "
         f"and CUDA graphs leave of a GPU, {cpu.cache_share:.0%} of what the weights leave of the computer's memory. "
         f"Otherwise it is the largest power of two that fits, but at least {LEAST_MAX_MODEL_LEN}. On a GPU that other "
-        "programs use, only free memory counts. The sizes of the caches are compiled in; there are few, so that later "
-        "processes find the compiled step."
+        "programs use, only free memory counts. A compiled step depends on the sizes of its caches: as powers of two "
+        "they are few, so later processes find the compiled step."
     )
     return (
         table(["setting", "default"], ((f"`{name}`", words) for name, words in IN_WORDS.items()))

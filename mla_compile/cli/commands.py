@@ -271,7 +271,8 @@ def plan(
 
     Reads only config.json, and the headers of a head. Prints the bytes of weights, cache, steps and graphs, the
     requests that fit, and, if it does not fit, changes that would. The flags and their defaults are those of
-    serve. Without --gpus and --gpu-memory it plans for this machine: for its GPU, else for its CPU.
+    serve, except --capture-budget. Without --gpus and --gpu-memory it plans for this machine: for its GPU, else for
+    its CPU.
 
     Exit code 1 if it does not fit.
     """

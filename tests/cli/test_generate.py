@@ -258,7 +258,10 @@ def test_weights_are_quantised_on_request(complete, monkeypatch):
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the model has an MTP layer or a drafter is given, else 0" in text
-    assert "mtp if the model has an MTP layer; else ngram if K is given; else no drafts" in text
+    assert (
+        "mtp if the model has an MTP layer; else ngram if num_speculative_tokens is given; else no drafts"
+        in text
+    )
     flags = "model prompt input output num-speculative-tokens drafter max-new-tokens"
     flags += " batch-invariant quantize dequantize"
     flags += " temperature top-k top-p min-p"
