@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TypeGuard
 
@@ -132,7 +132,7 @@ class SamplingParams:
     min_tokens: int = setting(
         0, "generate", "No end-of-sequence id and no --stop before N tokens of a completion.", metavar="N"
     )
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     include_stop_str_in_output: bool = setting(
         False, "generate", "End a completion after the --stop text, not before it."
     )

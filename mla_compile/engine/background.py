@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL = 1e-4
 """Seconds that a thread may hold Python's interpreter lock while another one waits for it. A step waits for the lock
-after each of its ops, so with Python's 5 ms an eager step of 40 ms takes 2.6 s beside a compilation; with this 0.2 s
-(the shipped model, 2 cores)."""
+after each of its ops, so with Python's 5 ms an eager step of 40 ms takes 2.6 s beside a compilation; with this 0.2 to
+0.7 s (the shipped model, 2 cores)."""
 
 PATIENCE = 3.0
 """Seconds that the program's end waits for a job to stop. A job that waits longer waits for the C++ compiler."""

@@ -310,7 +310,8 @@ class Engine:
                 drafts. Slower: the host waits for every step. Its errors are raised by this stream; the stream's
                 requests end, and others continue.
 
-        The same list is yielded each time; its completions grow. Streams may run concurrently with one another and with
+        The same list is yielded each time; its completions grow. With `prefix_caching` the further completions of a
+        prompt are added while the stream is iterated. Streams may run concurrently with one another and with
         other requests. Leaving a stream early aborts its requests.
 
         Raises:

@@ -120,7 +120,7 @@ def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: Mod
         BadRequest: the body is invalid, or the tokenizer has no chat template.
     """
     asked = _read(ChatBody, body, limits)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise BadField("top_logprobs", "requires logprobs = true")
     if asked.max_tokens is not None and asked.max_completion_tokens is not None:
         raise BadField("max_tokens", "expected max_tokens or max_completion_tokens, got both")

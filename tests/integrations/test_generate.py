@@ -461,6 +461,59 @@ def test_a_streamer_that_fails_leaves_the_model_usable(model: Any) -> None:
     assert torch.equal(generate(model), expected)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_cannot_be_sampled_are_an_error_that_names_their_place(
+    model: Any, on: Any, bad: float
+) -> None:
+    class Bad(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if input_ids.shape[1] == IDS.shape[1] + 3:
+                scores[1] = bad
+            return scores
+
+    on()
+    with pytest.raises(MLAError, match=r"^logits_processor: .* got none in row 1, token 3 of the completion"):
+        generate(model, do_sample=True, logits_processor=LogitsProcessorList([Bad()]))
+
+
+def test_scores_behind_a_rejected_draft_may_be_anything(model: Any, on: Any) -> None:
+    class Counts(LogitsProcessor):
+        """Allows 1, 2, 3, ... and nothing after another text."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            length = input_ids.shape[1] - IDS.shape[1]
+            counted = (input_ids[:, IDS.shape[1] :] == torch.arange(1, length + 1)).all(dim=1)
+            allowed = torch.full_like(scores, -float("inf"))
+            allowed[counted, length + 1] = 0.0
+            return allowed
+
+    on()
+    out = generate(model, do_sample=True, logits_processor=LogitsProcessorList([Counts()]))
+    assert (out[:, IDS.shape[1] :] == torch.arange(1, STEPS + 1)).all()
+
+
+def test_a_processor_that_changes_the_shape_of_scores_is_named(model: Any, on: Any) -> None:
+    class Narrow(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores[:, :100]
+
+    on()
+    with pytest.raises(MLAError, match=r"^logits_processor: expected scores of the same shape, .* of Narrow"):
+        generate(model, logits_processor=LogitsProcessorList([Narrow()]))
+
+
+def test_a_top_p_of_0_keeps_the_most_likely_token(model: Any, on: Any) -> None:
+    expected = generate(model, do_sample=True, top_p=0.0)
+    on()
+    assert torch.equal(generate(model, do_sample=True, top_p=0.0), expected)
+
+
+def test_a_mask_of_other_values_is_named(model: Any, on: Any) -> None:
+    on()
+    with pytest.raises(MLAError, match=r"^attention_mask: expected 0 for padding and 1 for tokens"):
+        generate(model, attention_mask=2 * MASK)
+
+
 @pytest.mark.parametrize("error", [KeyError, StopIteration])
 def test_a_processor_that_fails_is_shown_and_leaves_the_model_usable(
     model: Any, on: Any, error: type[Exception]

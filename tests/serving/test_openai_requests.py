@@ -102,7 +102,9 @@ def test_every_field_arrives() -> None:
         assert {(choice.max_drafts, choice.priority) for choice in asked.choices()} == {(0, 3)}
     assert chat(max_completion_tokens=9).params.max_tokens == 9
     assert chat(logprobs=True).params.logprobs == completion(logprobs=0).params.logprobs == 0
-    assert chat(logprobs=False).params.logprobs is None
+    assert (
+        chat(logprobs=False, top_logprobs=0).params.logprobs is chat(logprobs=False).params.logprobs is None
+    )
     assert completion(seed=-(2**63)).params.seed == -(2**63)
     assert completion(stop="ab").params.stop_strings == ["ab"]
     assert completion(top_k=-1).params.top_k == 0

@@ -325,6 +325,11 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
         np.testing.assert_allclose(values[row, j].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_parameters_with_a_bias_are_keys_of_a_dict_too() -> None:
+    one, same, other = (SamplingParams(logit_bias={3: bias}) for bias in (1.0, 1.0, 2.0))
+    assert {one: 1, other: 2}[same] == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -113,6 +113,8 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     live = mask.bool()
+    if not bool((mask == live).all()):
+        raise MLAError("attention_mask", "0 for padding and 1 for tokens", "other values", "pass mask.bool()")
     # Without a mask, `generate` takes each padding id as padding.
     hint = "if the padding id is a token of the text, pass attention_mask of ones"
     if not bool(live.any(dim=-1).all()):
@@ -161,6 +163,8 @@ def _sampling(processors: LogitsProcessorList, rows: int, *, do_sample: bool) ->
         for kind, (ours, theirs) in _COMPILED.items():
             if isinstance(processor, kind):
                 values[ours] = getattr(processor, theirs)
+    if values.get("top_p") == 0:  # keeps the most likely token, as the least number above 0 does
+        values["top_p"] = torch.finfo(torch.float32).tiny
     if not do_sample:
         values["temperature"] = 0.0
         return [SamplingParams(**values)] * rows

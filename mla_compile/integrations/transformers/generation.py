@@ -231,7 +231,24 @@ class _ProcessedChoice:
             self._pending[row] = scores[i], logits[i], len(self._completions[row].token_ids)
         if not self._call.config.do_sample:
             return scores.argmax(dim=-1)
-        return (scores + self._noise(rows, scores)).argmax(dim=-1)
+        tokens = (scores + self._noise(rows, scores)).argmax(dim=-1)
+        self._check_sampled(rows, scores, tokens.tolist(), drafts.tolist())
+        return tokens
+
+    def _check_sampled(
+        self, rows: list[int], scores: Tensor, tokens: list[list[int]], drafts: list[list[int]]
+    ) -> None:
+        """Raises `MLAError` for scores of which stock cannot sample, up to the first token that is no draft."""
+        # The largest is NaN if one is, and -inf if all are.
+        usable = scores.amax(dim=-1).isfinite().tolist()
+        for i, row in enumerate(rows):
+            for j, token in enumerate(tokens[i]):
+                if not usable[i][j]:
+                    expected = "a finite score in every row, none of NaN or infinity, as sampling needs"
+                    place = f"none in row {row}, token {len(self._completions[row].token_ids) + j} of the completion"
+                    raise MLAError("logits_processor", expected, place)
+                if drafts[i][j : j + 1] != [token] or token in self._call.stop_ids:
+                    break
 
     def _process(self, rows: list[int], logits: Tensor, drafts: list[list[int]]) -> Tensor:
         """Scores of `rows`, from their logits `[len(rows), n, vocab_size]`."""
@@ -256,12 +273,16 @@ class _ProcessedChoice:
         return scores
 
     def _run_processors(self, ids: Any, scores: Any) -> Tensor:
+        expected = list(scores.shape)
         for processor in self._processors:
             try:
                 scores = LogitsProcessorList([processor])(ids, scores)
             except StopIteration as error:  # in the engine's generator it would become a RuntimeError
                 what = f"{type(processor).__name__} raised StopIteration"
                 raise MLAError("logits_processor", "", what, "raise another exception") from error
+            if list(scores.shape) != expected:
+                what = f"{list(scores.shape)} of {type(processor).__name__}"
+                raise MLAError("logits_processor", f"scores of the same shape, {expected}", what)
         processed: Tensor = scores
         return processed
 
