@@ -472,7 +472,9 @@ def test_scores_that_cannot_be_sampled_are_an_error_that_names_their_place(
             return scores
 
     on()
-    with pytest.raises(MLAError, match=r"^logits_processor: .* got none in row 1, token 3 of the completion"):
+    with pytest.raises(
+        MLAError, match=rf"^logits_processor: .* got {bad} in row 1, token 3 of the completion"
+    ):
         generate(model, do_sample=True, logits_processor=LogitsProcessorList([Bad()]))
 
 

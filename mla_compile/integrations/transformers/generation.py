@@ -1,5 +1,6 @@
 """The decoding loop of an accelerated model, in place of transformers' `_sample`."""
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -238,14 +239,14 @@ class _ProcessedChoice:
     def _check_sampled(
         self, rows: list[int], scores: Tensor, tokens: list[list[int]], drafts: list[list[int]]
     ) -> None:
-        """Raises `MLAError` for scores of which stock cannot sample, up to the first token that is no draft."""
-        # The largest is NaN if one is, and -inf if all are.
-        usable = scores.amax(dim=-1).isfinite().tolist()
+        """Raises `MLAError` for scores that stock cannot sample from, up to the first token that is no draft."""
+        largest = scores.amax(dim=-1).tolist()  # NaN if any score is
         for i, row in enumerate(rows):
-            for j, token in enumerate(tokens[i]):
-                if not usable[i][j]:
-                    expected = "a finite score in every row, none of NaN or infinity, as sampling needs"
-                    place = f"none in row {row}, token {len(self._completions[row].token_ids) + j} of the completion"
+            begun = len(self._completions[row].token_ids)
+            for j, token in enumerate(tokens[i][: self._call.max_new_tokens - begun]):
+                if not math.isfinite(largest[i][j]):
+                    expected = "scores with a finite maximum, as sampling requires"
+                    place = f"{largest[i][j]} in row {row}, token {begun + j} of the completion"
                     raise MLAError("logits_processor", expected, place)
                 if drafts[i][j : j + 1] != [token] or token in self._call.stop_ids:
                     break
