@@ -26,7 +26,7 @@ def of(name: str) -> pytest.MarkDecorator:
 def test_deepseek_v3_fits_eight_h200(run: Run, directory: Path) -> None:
     result = run("plan", directory, "--gpus", 8, "--gpu-memory", "141GB")
     assert (result.exit_code, result.stderr) == (0, "")
-    page = Path("docs/command.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text(encoding="utf-8")
     assert f"```text\n{result.stdout.replace('DEEPSEEK_V3', 'DeepSeek-V3')}```" in page
 
 

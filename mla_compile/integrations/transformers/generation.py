@@ -1,6 +1,5 @@
 """The decoding loop of an accelerated model, in place of transformers' `_sample`."""
 
-import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generate_call import UNDO, GenerateCall, check_mask
 from mla_compile.ops.sampling.sample import gumbel_noise
 from mla_compile.sampling_params import MAX_STOP_IDS
+from mla_compile.speculate.choice import can_choose
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -240,13 +240,13 @@ class _ProcessedChoice:
         self, rows: list[int], scores: Tensor, tokens: list[list[int]], drafts: list[list[int]]
     ) -> None:
         """Raises `MLAError` for scores that stock cannot sample from, up to the first token that is no draft."""
-        largest = scores.amax(dim=-1).tolist()  # NaN if any score is
+        usable = can_choose(scores).tolist()
         for i, row in enumerate(rows):
             begun = len(self._completions[row].token_ids)
             for j, token in enumerate(tokens[i][: self._call.max_new_tokens - begun]):
-                if not math.isfinite(largest[i][j]):
+                if not usable[i][j]:
                     expected = "scores with a finite maximum, as sampling requires"
-                    place = f"{largest[i][j]} in row {row}, token {begun + j} of the completion"
+                    place = f"{float(scores[i, j].amax())} in row {row}, token {begun + j} of the completion"
                     raise MLAError("logits_processor", expected, place)
                 if drafts[i][j : j + 1] != [token] or token in self._call.stop_ids:
                     break
